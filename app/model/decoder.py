@@ -146,7 +146,7 @@ class Block(nnx.Module):
         is_token: Bool[Array, "R T"],
         recorded: UInt8[Array, "R T k"] | None = None,
     ) -> tuple[Float[Array, "R T D"], Any, Int32[Array, "R T k"] | None]:
-        """Returns the new residuals, the data that `attend` returned, and the router's choices; None without experts.
+        """Returns the new residuals, the data that `attend` returned, and the router's choices (None without experts).
 
         Results on padding are undefined, and padding may be left out. For `recorded` see `Experts`.
         """
@@ -256,7 +256,7 @@ class Trunk(nnx.Module):
         return turned[0], turned[-1]
 
     def attention_over(self, layout: SegmentLayout, dtype: jnp.dtype) -> Callable[..., Float[Array, "R T Q H"]]:
-        """Returns the function (query, keys, values, window) -> `packed_attention` over these rows."""
+        """Returns a function (query, keys, values, window) -> output of `packed_attention` over these rows."""
         arch = self.architecture
         blocking = architecture_blocking(arch, layout.segment_ids.shape[1], dtype)
         pairs = make_block_pairs(layout, dict.fromkeys(arch.layer_windows), blocking)
@@ -280,7 +280,7 @@ class Trunk(nnx.Module):
     ) -> tuple[Float[Array, "R T D"], Int32[Array, "L R T k"] | None]:
         """Returns the final hidden states of packed rows, the head's input; hidden[:, t] predicts token t+1.
 
-        The second result is the routers' choices, None without experts.
+        The second result contains the routers' choices; it is None without experts.
 
         Args:
             recorded: the routes to replay; see `Experts`.
@@ -340,7 +340,7 @@ class ValueDecoder(Trunk):
 
 @dataclass(frozen=True)
 class DecoderDefinition:
-    """A network without its weights: the graph, and the shape and dims of each parameter.
+    """A network without its weights: the NNX graph, and the shape and logical dims of each parameter.
 
     Only this class converts between NNX modules and plain pytrees.
     """
@@ -409,7 +409,7 @@ class DecoderDefinition:
     def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
         """Returns this network with weights, except quantized kernels and adapters, stored in this compute dtype.
 
-        Frozen weights lose nothing by it, because the network would cast float32 weights to the same numbers.
+        For frozen weights, results stay the same, because the network casts weights to the compute dtype anyway.
         """
         flat = flatten_by_path(self.shapes)
         stored = {path for path in flat if path[-1] not in (CODES, SCALES)} - self.adapter_paths

@@ -28,7 +28,7 @@ UNRECORDED = 255
 
 
 class ExpertDispatch(NamedTuple):
-    """The sorting, by expert, of the copies of tokens; each token has one copy per chosen expert."""
+    """Describes how the copies of tokens, one per chosen expert, are sorted by expert."""
 
     order: Int32[Array, "M"]
     """Index of the copy at each sorted position; token n has the copies n k to (n + 1) k - 1."""
@@ -48,11 +48,11 @@ class ExpertMatrix(nnx.Module):
 class Experts(nnx.Module):
     """The sum over a token's chosen experts of p down(act(gate(x)) * up(x)), with the router's probabilities p.
 
-    The experts are split over tp: each device sums its own for all tokens of its rows, and one all-reduce over tp adds
-    these sums. The router is frozen. Its choices are discontinuous: rounding alone sends tokens to other experts in the
-    sampler than in the trainer, and training the router would change further choices in each update, so that importance
-    ratios would become meaningless. Replaying the sampler's choices removes the first effect. Source: Ma
-    et al. 2025, arXiv 2510.11370.
+    The experts are split over tp: each device sums its experts' outputs for all tokens of its rows, and one all-reduce
+    over tp adds these sums. The router is frozen. Its choices are discontinuous: rounding alone sends tokens to other
+    experts in the sampler than in the trainer, and training the router would change further choices in each update, so
+    that importance ratios would become meaningless. Replaying the sampler's choices removes the first effect.
+    Source: Ma et al. 2025, arXiv 2510.11370.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, *, stack: dict[str, int]):

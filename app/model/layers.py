@@ -1,4 +1,4 @@
-"""The layers of a decoder in Flax NNX; each weight has its shape and logical dims."""
+"""The layers of a decoder in Flax NNX; each weight is declared with its shape and logical dims."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ CODES, SCALES = "codes", "scales"
 """Leaf names of a quantized kernel, in place of `kernel`."""
 
 INT8_END = 127.5
-"""The code for an output's largest weight, as in Qwix, so that rounding uses all 256 codes."""
+"""The value to which an output's largest weight is scaled, as in Qwix, so that rounding uses all 256 codes."""
 TILED_DIM = "embed"
 """The dim that nf4 splits into tiles; every kernel has it, and tp never splits it."""
 MAX_TILE = 64
-"""Maximum number of weights per scale, as in the paper."""
+"""Maximum number of weights per scale, as in the QLoRA paper."""
 MIN_TILE = 16
 """Minimum number of weights per scale: with fewer, scales would take more than half the memory of the codes."""
 
@@ -51,7 +51,7 @@ class KernelQuantizer:
     """Logical dims of the scales, a subset of `dims`."""
 
     def sizes(self, kernel: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns the sizes of codes and scales by dim, for a kernel with these sizes."""
+        """Returns the sizes of codes and of scales by logical dim; `kernel` are the kernel's sizes by dim."""
         codes, scales = ({dim: kernel[dim] for dim in dims} for dims in (self.dims, self.scale_dims))
         if self.quantization == "nf4":
             codes[TILED_DIM] //= 2
@@ -59,7 +59,7 @@ class KernelQuantizer:
         return codes, scales
 
     def quantize(self, kernel: Float[Array, "*dims"] | Float32[np.ndarray, "*dims"]) -> dict[str, Array]:
-        """Returns codes and scales by leaf name. They do not depend on the mesh."""
+        """Returns codes and scales by leaf name; the results do not depend on the mesh."""
         return _quantize(self, kernel)
 
     def dequantize(

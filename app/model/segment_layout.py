@@ -24,7 +24,7 @@ class SegmentLayout(NamedTuple):
     segment_ids: Int32[HostOrDevice, "R T"]
     """Numbers the segments of a row 1, 2, ...; 0 is padding."""
     branch_ids: Int32[HostOrDevice, "R T"]
-    """0 on prompts and on the completion of an unshared prompt; 1, 2, ... on the completions of a shared prompt."""
+    """Numbers the completions of a shared prompt 1, 2, ...; 0 on prompts and on completions of unshared prompts."""
     positions: Int32[HostOrDevice, "R T"]
 
 

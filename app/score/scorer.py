@@ -34,7 +34,7 @@ class PackedForward:
 
     Args:
         forward: (weights, rows, temperature) -> one logprob or value per target, [R, C].
-        route_shape: sizes of the routes to replay; None = no replay.
+        route_shape: shape of each token's routes to replay; None = no replay.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def k1(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Floa
 
 
 def k2(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns d^2 / 2, a biased estimate of KL that is never negative; its gradient is an unbiased estimate of KL's."""
+    """Returns d^2 / 2, a biased estimate of KL that is never negative; its gradient is unbiased."""
     return 0.5 * (policy_logprobs - reference_logprobs) ** 2
 
 

@@ -142,7 +142,7 @@ def _ratios(log_ratios: Float32[Array, "*tokens"]) -> Float32[Array, "*tokens"]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PolicyBatch:
-    """One micro-batch of an optimizer step. Per-token fields align with the targets of `tokens`."""
+    """One micro-batch of the policy's optimizer step. Per-token fields align with the targets of `tokens`."""
 
     tokens: TokenBatch
     behavior_logprobs: Float32[HostOrDevice, "R C"]
@@ -150,7 +150,7 @@ class PolicyBatch:
     loss_weights: Float32[HostOrDevice, "R C"]
     """Weight of each token's loss in the sum; see `app.update.loss_aggregation`."""
     token_weights: Float32[HostOrDevice, "R C"]
-    """1 / (tokens of the step) on tokens that the policy wrote, for means in the metrics."""
+    """1 / (tokens of the step) on tokens that the policy wrote, 0 elsewhere; for means in the metrics."""
     policy_logprobs: Float32[HostOrDevice, "R C"] | None
     """Logprobs of the proximal policy; None if the step has only one update, which uses the current logprobs."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
@@ -307,7 +307,7 @@ def make_policy_objective(
     remat: str,
     logits_chunk: int,
 ) -> Objective:
-    """Returns an objective that calls `row_logprobs`, with these options, on a micro-batch, and then `loss_fn`."""
+    """Returns an objective that applies `loss_fn` to the results of `row_logprobs`, which documents the options."""
 
     def objective(params: Params, batch: Any, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies, routes = row_logprobs(

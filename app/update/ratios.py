@@ -36,7 +36,7 @@ class SampleReducer:
     """Computes means and sums over each sample in packed rows. No sample spans several rows."""
 
     weights: Float32[HostOrDevice, "R C"]
-    """1 / n on the n tokens of a sample that the policy wrote, 0 elsewhere."""
+    """1 / n at each of the n tokens of a sample that the policy wrote; 0 elsewhere."""
     last_target_indices: Int32[HostOrDevice, "R C"]
     """For each target, the index in its row of its sample's last target; all padding has one common value."""
 

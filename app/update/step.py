@@ -29,7 +29,7 @@ class MetricNames(NamedTuple):
     loss: str
     """Key of the loss in `LossStats.sums`."""
     prefix: str
-    """Prefix of the optimizer's metrics."""
+    """Prefix of the optimizer's metrics: `policy` in `policy/grad_norm`."""
 
 
 OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
@@ -45,7 +45,7 @@ class UpdateStep:
 
     `frozen` contains the network's frozen weights, which have no gradients or moments; None if all are trained.
     Micro-batches run one by one through a program compiled once per shape. The old state is donated: its memory is
-    reused. The metrics are named by `metric_names`, plus `BROKEN_GRADIENTS`.
+    reused. The metrics are those that `metric_names` lists, and `BROKEN_GRADIENTS`.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class PolicyBatchPacker:
         roles: roles whose scored logprobs the loss reads.
         needs_sample_reducer: whether the loss reads `PolicyBatch.sample_reducer`.
         measures_mismatch: whether the loss computes the `mismatch/` metrics, because scoring does not.
-        route_shape: sizes of the routes to replay; None = no replay.
+        route_shape: shape of each token's routes to replay; None = no replay.
     """
 
     aggregation: AggregationFn

@@ -1,4 +1,4 @@
-"""The critic's loss of one micro-batch: half the squared error of its values, clipped around the scored values."""
+"""The critic's loss of one micro-batch: half the squared error of its values, optionally clipped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ValueBatch:
     """Values scored before the first update of the step."""
     returns: Float32[HostOrDevice, "R C"]
     token_weights: Float32[HostOrDevice, "R C"]
-    """1 / (tokens of the step) on tokens that the policy wrote."""
+    """1 / (tokens of the step) on tokens that the policy wrote, 0 elsewhere."""
 
 
 class ValueBatchPacker:

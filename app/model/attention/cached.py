@@ -32,10 +32,7 @@ BLOCKS_PER_ROW_MIN = 16
 BLOCK_SIZE_MAX = 512
 """Maximum number of tokens in a KV block."""
 BLOCK_SIZE_MIN = {"tpu": 256, "gpu": 64}
-"""Minimum number of tokens in a KV block by platform; smaller blocks would take nearly as long to read.
-
-On v4 and v6e, reading a block of 256 takes nearly as long as one of 512.
-"""
+"""Minimum number of tokens in a KV block by platform. TPU v4 and v6e read 256 tokens hardly faster than 512."""
 
 
 def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTypeLike) -> int | None:
@@ -90,8 +87,8 @@ def attend_in_xla(
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
     """Returns one device's attention output, undefined for inactive rows, and its pool with the new tokens.
 
-    Only blocks up to the longest active row are read. Masked entries add exactly 0, so a row's result does not depend
-    on other rows' lengths.
+    Blocks beyond the end of the longest active row are not read. Masked entries add exactly 0, so a row's result does
+    not depend on other rows' lengths.
 
     Args:
         new: key and value of the new token, at `positions`. Only active rows are written.

@@ -43,7 +43,7 @@ DEFAULT_SCORE_MOD = ScoreMod()
 
 
 def apply_soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
-    """Returns cap tanh(x / cap), which is close to x for small x and never exceeds the cap; x if there is no cap."""
+    """Returns cap tanh(x / cap): close to x for small x, and between -cap and cap; x itself if there is no cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

@@ -44,6 +44,7 @@ def platform_blocking(
 
     Args:
         dtype: dtype of queries, keys and values.
+        implementation: value of `model.attention`: `auto`, `kernel` or `xla`.
         group_size: query heads per key head.
 
     Raises:

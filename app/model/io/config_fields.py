@@ -59,7 +59,7 @@ def json_object(fields: HfConfig, name: str) -> HfConfig:
 
 
 def nullable_field(read: Callable[[HfConfig, str], T], fields: HfConfig, name: str, *, default: T | None) -> T | None:
-    """Returns the field's value, None if it is null, and `default` if it is missing."""
+    """Returns the field's value as parsed by `read`, None if it is null, and `default` if it is missing."""
     if name not in fields:
         return default
     return None if fields[name] is None else read(fields, name)

@@ -38,7 +38,7 @@ UNSUPPORTED_FIELDS = {
     "attention_chunk_size": "chunked attention is not supported; use a model with full or sliding attention",
     "use_bidirectional_attention": "only causal language models can be sampled; use a causal model",
 }
-"""Fields that no supported family may set, with the reason."""
+"""Fields that no supported family may set, with the reason and the way out."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """Names of the field with the number of experts. For Qwen3-MoE, transformers 4 writes the first and 5 the second."""
@@ -180,7 +180,7 @@ def qwen3_moe(config: HfConfig) -> Architecture:
 
 
 def gemma2(config: HfConfig) -> Architecture:
-    """Reads the configuration of Gemma 2: soft caps, norms also after attention and MLP, windows in every other layer.
+    """Reads the configuration of Gemma 2: soft caps, norms before and after sublayers, windows in every other layer.
 
     Source: Riviere et al. 2024, section 2.
     """
@@ -325,7 +325,7 @@ def _experts(config: HfConfig) -> dict[str, Any]:
 
 
 def _rope(config: HfConfig, default_theta: float = 10_000.0) -> RopeConfig:
-    """Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which has both."""
+    """Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which contains the fields of both."""
     fields = json_object(config, "rope_scaling") or json_object(config, "rope_parameters")
     if any(isinstance(value, dict) for value in fields.values()):
         raise InputError(
@@ -390,7 +390,7 @@ def _uniform_windows(config: HfConfig, window: int | None) -> tuple[int | None, 
 
 
 def _qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
-    """Returns windows for the layers from `max_window_layers` on, if `use_sliding_window` is true."""
+    """Returns each layer's window; the default is windows from layer `max_window_layers` on if `use_sliding_window`."""
     window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:

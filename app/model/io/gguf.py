@@ -25,7 +25,7 @@ HUGGING_FACE_CLASSES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
-"""The `model_type` and the class named in the rebuilt `config.json`, by `general.architecture`."""
+"""The `model_type` and the class named in the rebuilt `config.json`, by the file's `general.architecture`."""
 
 CHUNK_BYTES = 1 << 16
 """Number of bytes dequantized at a time, so that intermediate arrays stay in a core's cache."""
@@ -114,7 +114,7 @@ class GgufFile:
 
     @property
     def byte_ranges(self) -> dict[Path, dict[str, range]]:
-        """The byte range of each stored tensor, by path of the file and Hugging Face tensor name."""
+        """The byte range of each stored tensor, by file path and Hugging Face tensor name."""
         edges = {name: (int(one.data_offset), int(one.n_bytes)) for name, one in self._tensors.items()}
         return {self.path: {name: range(start, start + size) for name, (start, size) in edges.items()}}
 
@@ -196,7 +196,7 @@ class GgufFile:
         }
 
     def generation_config(self) -> dict[str, Any]:
-        """Returns the ids that end a sequence, turn or message, in the format of `generation_config.json`."""
+        """Returns the token ids that end a sequence, turn or message, in the format of `generation_config.json`."""
         keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
         ids = [self.metadata(key) for key in keys if self._reader.get_field(key) is not None]
         return {"eos_token_id": sorted(set(ids))}

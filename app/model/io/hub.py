@@ -50,7 +50,7 @@ def fetch_from_hub(path: str, *, files: Sequence[str]) -> Path:
 
 
 def is_hub_id(text: str) -> bool:
-    """Returns whether the text has the form of a hub id: `owner/name` or `name`, but no longer path."""
+    """Returns whether the text has the form of a hub id: `owner/name` or `name`, not a longer path."""
     try:
         validate_repo_id(text)
     except HFValidationError:

@@ -86,12 +86,12 @@ class ModelFiles:
     """The parsed `generation_config.json`; empty if there is none."""
     weights: TensorSource
     fingerprint: str
-    """A digest that is equal on all hosts with the same model, and changes if the weights are trained or merged.
+    """A digest that is equal on all hosts with the same model, and changes with training or merging an adapter.
 
     It may miss changes to a few weights, and does not protect against tampering: see `fingerprint`.
     """
     commit: str | None = None
-    """The commit of the hub repository; None for other files."""
+    """The commit of the hub repository; None for models from elsewhere."""
 
 
 class SafetensorsFiles:

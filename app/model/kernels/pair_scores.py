@@ -10,7 +10,7 @@ from app.model.attention.dense import ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
 
 INFO_ROWS = 8
-"""Rows of `token_info`, one tile of int32."""
+"""Number of rows of `token_info`: the rows of one int32 memory tile."""
 MAX_BRANCHES = 1 << 16
 
 
@@ -68,7 +68,7 @@ def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centere
 
 
 def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
-    """Returns the float32 product of two matrices, contracted over one dim of each."""
+    """Returns the float32 product of two matrices, contracted over dim dims[0] of `a` and dim dims[1] of `b`."""
     # Explicit precision, because JAX's default may be `highest`, with which kernels cannot multiply bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(

@@ -180,7 +180,7 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
 
 
 def _block_edges(query_block: Any, grid_step: Array) -> tuple[Array, Array]:
-    """Returns whether a grid step is the first, and the last, of its query block."""
+    """Returns whether a grid step is the first of its query block, and whether it is the last."""
     last = pl.num_programs(1) - 1
     before, after = query_block[jnp.maximum(grid_step - 1, 0)], query_block[jnp.minimum(grid_step + 1, last)]
     is_first = (grid_step == 0) | (before != query_block[grid_step])
