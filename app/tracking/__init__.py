@@ -1,1 +1,1 @@
-"""Metrics, run log, console, timers and profiler of a run."""
+"""Records and displays a run: metrics, log files, console, timers, profiler and the copy in a bucket."""

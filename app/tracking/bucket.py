@@ -1,7 +1,7 @@
-"""The copy of a run in a bucket: what it contains, and how a resumed run fetches it.
+"""Reads and writes the copy of a run in a bucket, and fetches it when a run is resumed.
 
-Objects are replaced atomically. A checkpoint counts once its marker, which is written last and has the sizes of all
-other objects, is there.
+Objects are replaced atomically. A checkpoint is complete if its marker, which is written last, exists, and all objects
+have the sizes that it lists.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from settings.schema.run import RunSettings
 log = logging.getLogger(__name__)
 
 MARKER = ".complete"
-"""Suffix of the object that marks a checkpoint in the bucket as complete."""
+"""Suffix of a checkpoint's marker, a JSON object with the sizes of all objects of the checkpoint."""
 BEST = f"checkpoints/{BEST_LINK}"
-"""Object that stands for the link to the best checkpoint, as buckets have no links; contains the checkpoint's step."""
+"""Object with the step of the best checkpoint; it replaces the link of the run directory, as buckets have no links."""
 LEASE = "lease.json"
-"""Object that says which process writes the copy."""
+"""Object that names the process which writes the copy."""
 TIMEOUT_S, BYTES_PER_S = 60.0, 1 << 20
-"""A request may take `TIMEOUT_S`, plus the time of its content at `BYTES_PER_S`. gcsfs and s3fs have no such limit."""
+"""Time limit of a request: `TIMEOUT_S`, plus the bytes of its content / `BYTES_PER_S`. gcsfs and s3fs have no limit."""
 BATCH_BYTES = 256 << 20
-"""Size of objects that are downloaded at once: a stalled connection is found after the time limit of a batch."""
+"""Approximate bytes per download request; smaller batches have shorter time limits, so stalls are found earlier."""
 MAX_FETCHES = 5
-"""Maximum number of times that a run which changes during a fetch is fetched."""
+"""Maximum number of attempts to fetch a run that deletes checkpoints meanwhile."""
 SLOW_S = 5.0
-"""Seconds after which a message says that the bucket has not answered yet."""
+"""Seconds without an answer from the bucket after which a warning is logged."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
-"""Maps the scheme of an address to the extra of this package that installs its library."""
+"""Maps the scheme of an address to the pip extra of this package that installs its client library."""
 
 
 class BucketUnreachableError(RuntimeError):
-    """The network to a bucket failed for longer than gcsfs or s3fs retries."""
+    """Requests to a bucket kept failing until gcsfs or s3fs gave up retrying."""
 
 
 class ObjectGoneError(RuntimeError):
@@ -55,15 +55,15 @@ class ObjectGoneError(RuntimeError):
 
 
 def bucket_of(run: RunSettings) -> Bucket:
-    """Returns the bucket folder to which the settings mirror the run."""
+    """Returns the bucket folder of the run: `run.name` in `run.dir`."""
     return Bucket(f"{run.dir.rstrip('/')}/{run.name}")
 
 
 class Bucket:
-    """A folder in a bucket: the copy of a run, or a folder with the copies of several.
+    """A folder in a bucket that contains the copy of a run, or a folder for each of several runs.
 
     Args:
-        option: the setting or option with the address, for errors.
+        option: the setting or option that gave the address, for error messages.
 
     Raises:
         InputError: the package for this kind of address is not installed.
@@ -107,11 +107,11 @@ class Bucket:
 
     @contextmanager
     def explain_failure(self, what: str) -> Iterator[None]:
-        """Converts exceptions that gcsfs or s3fs raise in the block to exceptions that name the address.
+        """Converts exceptions of gcsfs or s3fs in the `with` block to exceptions that name the address.
 
         Raises:
             BucketUnreachableError: the network failed.
-            InputError: anything else, such as a missing bucket or permission.
+            InputError: any other failure, such as a missing bucket or permission.
         """
         # The libraries try again for up to a minute.
         timer = threading.Timer(SLOW_S, log.warning, ("waiting for %s", self.address))
@@ -143,12 +143,12 @@ class Bucket:
             return self._call("exists", f"{self._root}/sessions.jsonl")
 
     def run_names(self, pattern: str) -> list[str]:
-        """Returns the names of the matching runs in this folder."""
+        """Returns the names of the runs in this folder that match the glob pattern."""
         with self.explain_failure("read"):
             return [path.split("/")[-2] for path in self._call("glob", f"{self._root}/{pattern}/sessions.jsonl")]
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Returns the size in bytes of each object below `folder`, by its name in this bucket folder."""
+        """Returns the bytes of each object in `folder`, by its path relative to this bucket folder."""
         found = self._call("find", f"{self._root}/{folder}".rstrip("/"), detail=True)
         return {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
 
@@ -156,17 +156,17 @@ class Bucket:
         return self._call("cat_file", f"{self._root}/{name}")
 
     def write(self, name: str, content: bytes, *, is_new: bool = False) -> None:
-        """Writes an object; if it must be new, raises FileExistsError if it exists."""
+        """Writes an object; with `is_new`, raises FileExistsError instead of replacing an existing one."""
         self._call("pipe_file", f"{self._root}/{name}", content, mode="create" if is_new else "overwrite")
 
     def upload(self, source: Path, name: str) -> None:
         self._call("put_file", str(source), f"{self._root}/{name}", num_bytes=source.stat().st_size)
 
     def download(self, sizes: Mapping[str, int], folder: Path) -> None:
-        """Downloads the named objects of these sizes into a folder, several at once.
+        """Downloads objects into a folder, several at once; `sizes` maps their names to bytes.
 
         Raises:
-            ObjectGoneError: one of them has been deleted.
+            ObjectGoneError: an object has been deleted.
         """
         ends = dict(zip(sizes, accumulate(sizes.values()), strict=True))
         for _, batch in groupby(sizes, key=lambda name: ends[name] // BATCH_BYTES):
@@ -184,7 +184,7 @@ class Bucket:
 
 
 def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[str]]:
-    """Returns the objects of each complete checkpoint by step."""
+    """Returns the names of the objects of each complete checkpoint, by step; `sizes` is `bucket.sizes()`."""
     found = {}
     for name in sizes:
         step = name.removeprefix("checkpoints/").removesuffix(MARKER)
@@ -197,16 +197,16 @@ def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[s
 
 
 def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | None = None) -> str:
-    """Fetches what the copy of a run has and the directory lacks; returns a line about it, or "" for nothing.
+    """Fetches from the copy what the run directory lacks; returns a line about it, or "" if nothing was fetched.
 
-    Files are fetched before checkpoints, and each appears in its place once it is whole.
+    Files are fetched before checkpoints. Each appears in the run directory only when it is complete.
 
     Args:
         steps: the checkpoints to fetch, if they are complete; None fetches the newest and the best, unless the
             directory has a newer one.
 
     Raises:
-        InputError: the copy cannot be fetched, is that of another run, or takes more space than the disk has.
+        InputError: the copy cannot be fetched, belongs to another run, or needs more space than the disk has free.
         BucketUnreachableError: the network failed.
     """
     for _ in range(MAX_FETCHES):
@@ -214,13 +214,13 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
         with suppress(ObjectGoneError):
             return _fetch_once(bucket, run, steps)
     raise InputError(
-        f"{bucket.option}: the run in {bucket.address} deletes its checkpoints before they are fetched; raise "
-        "checkpoint.keep, or fetch it when it has ended"
+        f"{bucket.option}: the run in {bucket.address} deletes its checkpoints before they are fetched; fetch it when "
+        "it has ended, or raise its checkpoint.keep"
     )
 
 
 def _fetch_once(bucket: Bucket, run: RunDirectory, steps: Collection[int] | None) -> str:
-    """Fetches a run once, as `fetch_run` describes."""
+    """Makes one attempt of `fetch_run`; raises ObjectGoneError if the run deletes an object meanwhile."""
     sessions, metrics = run.sessions_path.name, run.metrics_path.name
     with bucket.explain_failure("read"):
         sizes = bucket.sizes()
@@ -279,7 +279,7 @@ def _fetch_once(bucket: Bucket, run: RunDirectory, steps: Collection[int] | None
 
 
 def is_same_run(bucket: Bucket, run: RunDirectory) -> bool:
-    """Returns whether the copy and the directory begin with the same session."""
+    """Returns whether the copy and the directory belong to the same run: their first sessions are equal."""
     first, own = (
         text.partition(b"\n")[0] for text in (bucket.read(run.sessions_path.name), run.sessions_path.read_bytes())
     )
@@ -287,9 +287,9 @@ def is_same_run(bucket: Bucket, run: RunDirectory) -> bool:
 
 
 def replace_checkpoint(bucket: Bucket, run: RunDirectory, step: int) -> bool:
-    """Replaces a damaged checkpoint with its copy in the bucket, and renames the damaged one to `damaged-STEP`.
+    """Renames a damaged checkpoint to `damaged-STEP` and fetches its copy from the bucket.
 
-    Returns False, and changes nothing, if the bucket has no complete copy.
+    Returns False, and changes nothing, if the bucket has no complete copy of the checkpoint.
     """
     with bucket.explain_failure("read"):
         sizes = bucket.sizes()
@@ -307,7 +307,7 @@ def replace_checkpoint(bucket: Bucket, run: RunDirectory, step: int) -> bool:
 
 @contextmanager
 def _fetched(run: RunDirectory) -> Iterator[Path]:
-    """Yields an empty folder for files that are not whole yet."""
+    """Yields a temporary folder in the run directory for incomplete downloads, and deletes it at the end."""
     partial = run.path / FETCHED
     shutil.rmtree(partial, ignore_errors=True)
     yield partial
@@ -315,6 +315,6 @@ def _fetched(run: RunDirectory) -> Iterator[Path]:
 
 
 def _is_whole(run: RunDirectory, names: Collection[str], sizes: Mapping[str, int]) -> bool:
-    """Returns whether the directory has files of these sizes. Progress records may be newer than their copies."""
+    """Returns whether the directory has the files with these sizes; progress records are not compared."""
     paths = {name: run.path / name for name in names if "/progress/" not in name}
     return all(path.is_file() and path.stat().st_size == sizes[name] for name, path in paths.items())

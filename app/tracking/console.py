@@ -24,19 +24,21 @@ from app.runtime.session import Session
 log = logging.getLogger(__name__)
 
 ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "evaluate": "evaluating"}
-"""Long phases, logged when they begin if there is no terminal."""
+"""Messages for long phases, logged when a phase begins if there is no terminal."""
 REDRAW_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
-"""Seconds between updates of the status of a rollout on a terminal, and between its lines elsewhere."""
+"""Seconds between updates of a rollout's status: on a terminal, and in lines of a log."""
 MAX_SILENCE_S, POLL_INTERVAL_S = 60.0, 1.0
-"""Without a terminal: maximum seconds between two lines, and the interval in seconds at which this is checked."""
+"""Without a terminal: seconds without a line after which the phase is printed, and seconds between checks of this."""
 NUM_TIMED_STEPS = 10
 """Number of recent steps used to estimate the remaining time."""
 
 
 def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: float) -> str:
-    """Returns the main metrics of a step, and the remaining seconds `left_s`, in one line.
+    """Formats the main metrics of a step and the remaining time as one line.
 
-    While only the critic is trained, the metrics of the policy are None.
+    Args:
+        metrics: the metrics by name; None for those of the policy while only the critic is trained.
+        left_s: estimated seconds until the run ends.
     """
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
     if "reward/mean" in metrics:
@@ -57,7 +59,7 @@ def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: 
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """Returns the metrics of an evaluation in one line."""
+    """Formats the metrics of an evaluation as one line."""
     by_plug_in = accuracy_is_plug_in_mean([metrics])
 
     def shown(name: str) -> str:
@@ -75,7 +77,7 @@ def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def rollout_status(samples: SampleTable) -> str:
-    """Returns a line with the number of samples in each state of a rollout."""
+    """Returns one line with the number of samples in each state of a scheduled rollout."""
     counts = samples.counts
     active, waiting, suspended, acting = (
         counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED, SampleState.ACTING)
@@ -89,10 +91,11 @@ def _num_done(samples: SampleTable) -> int:
 
 
 class ProgressDisplay:
-    """Shows steps, the phase and its progress on stderr if `enabled`; without a terminal, never silent for long.
+    """Shows steps and the current phase on stderr: with a progress bar on a terminal, otherwise as lines.
 
     Args:
-        on_phase: called with the name of each phase.
+        enabled: False shows nothing.
+        on_phase: called with the name of each phase when it begins.
         clock: returns a monotonic time in seconds.
     """
 
@@ -122,9 +125,9 @@ class ProgressDisplay:
         )
         self._task = self._progress.add_task("start", total=num_steps, completed=first_step, figures="")
         self._figures = ""
-        """Metrics of the last step as text, shown beside the progress bar."""
+        """Text next to the progress bar: metrics of the last step."""
         self._phase, self._status = "", ""
-        """The phase, and the state of its samples."""
+        """The name of the phase, and the state of its samples as text."""
         self._phase_began = self._last_line = clock()
         self._step_ends = deque[float](maxlen=NUM_TIMED_STEPS + 1)
         self._closed = threading.Event()
@@ -144,7 +147,7 @@ class ProgressDisplay:
             self.show_wait()
 
     def show_wait(self) -> None:
-        """Prints the current phase and its duration if no line was printed for a while."""
+        """Prints the current phase and its duration if no line has been printed for `MAX_SILENCE_S`."""
         now, name = self._clock(), ANNOUNCED_PHASES.get(self._phase, self._phase)
         if now - self._last_line >= MAX_SILENCE_S:
             self.print_line(f"{name}: {now - self._phase_began:.0f} s so far{self._status and f', {self._status}'}")
@@ -169,19 +172,19 @@ class ProgressDisplay:
         self._progress.update(self._task, description=name, figures=self._figures)
 
     def follow(self, session: Session) -> None:
-        """Shows the progress of a generation session from this call on."""
+        """Shows the progress of every later rollout and evaluation of the session."""
         if session.workers is not None:
             session.workers.on_progress = self.update_rollout
         if session.continuous_batching is not None:
             session.continuous_batching.on_progress = self.update_samples
 
     def update_rollout(self, samples: SampleTable) -> None:
-        """Shows the state of a scheduled rollout after an event."""
+        """Shows the states of a scheduled rollout's samples; called after each scheduler event."""
         self._status = rollout_status(samples)
         self._progress.update(self._task, figures=self._status)
 
     def update_samples(self, num_done: int, num_samples: int, num_tokens: int) -> None:
-        """Shows the state of a rollout without a scheduler after a segment."""
+        """Shows the number of finished samples; called after each segment of a rollout without a scheduler."""
         self._status = f"{num_done} of {num_samples} done"
         self._progress.update(self._task, figures=self._status)
 
@@ -199,14 +202,14 @@ class ProgressDisplay:
 
 
 class RolloutProgress(ProgressDisplay):
-    """Shows the progress of one rollout: a bar of its samples on a terminal, otherwise a line every ten seconds."""
+    """Shows how many samples of a rollout are finished: as a bar on a terminal, otherwise in a line every 10 s."""
 
     def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
         super().__init__(num_steps=num_samples, first_step=0, enabled=enabled, clock=clock)
         self.set_phase("compile")
         self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)
         self._first: tuple[float, int] | None = None
-        """Time and number of tokens at the first update, from which the rate is computed."""
+        """Time and tokens at the first update, from which tokens/s are counted."""
 
     def follow(self, session: Session) -> None:
         super().follow(session)

@@ -1,4 +1,4 @@
-"""FLOPs of a training step, and its timing-dependent metrics: speed, memory and schedules."""
+"""Computes the FLOPs of a training step, and its metrics of speed, memory and schedules."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ PEAK_FLOPS = {
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Dense bfloat16 peak of one device in FLOP/s, by prefix of its device kind. Source: the vendors' data sheets."""
+"""Peak dense bfloat16 FLOP/s of a device, by prefix of its `device_kind`. Source: the vendors' data sheets."""
 
 
 class NetworkPass(NamedTuple):
-    """The FLOPs of a network's passes over the samples of a step."""
+    """Counts the FLOPs of one network's passes over the samples of a step."""
 
     sequence_flops: SequenceCost
-    """Returns the FLOPs of the layers for each sequence, from the lengths in tokens."""
+    """Maps the lengths of sequences, in tokens, to the FLOPs of the layers for each."""
     head_flops: int
-    """FLOPs of the LM head for a completion token; 0 for the single output of critic and reward model."""
+    """FLOPs of the LM head per completion token; 0 for networks with a value head."""
     shares_prompts: bool
-    """Whether a prompt is computed once for all its samples."""
+    """Whether the samples of a prompt share one computation of the prompt."""
 
     def total(self, lengths: SequenceLengths) -> float:
         """Returns the FLOPs of the passes over samples with these lengths."""
@@ -56,7 +56,7 @@ class NetworkPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """The network passes over the samples of a step."""
+    """Counts the FLOPs of all network passes of a step."""
 
     rollout: NetworkPass
     passes: tuple[NetworkPass, ...]
@@ -66,7 +66,7 @@ class StepFlops:
     def total(
         self, *, sampled: SequenceLengths | None, learned: SequenceLengths, rewarded: Sequence[SequenceLengths] = ()
     ) -> float:
-        """Returns the FLOPs that a step needs; neither padding nor recomputation counts.
+        """Returns the FLOPs that a step needs, without padding and recomputation.
 
         Source: Chowdhery et al. 2022 (PaLM), appendix B, with the visible pairs of causal attention only.
 
@@ -86,10 +86,10 @@ class StepFlops:
 def make_step_flops(
     settings: Settings, session: Session, reward_model: RewardModelSpec | None, *, trains_policy: bool = True
 ) -> StepFlops:
-    """Returns the passes of a step through policy, reference, critic and reward model.
+    """Returns the FLOPs counter of a step's passes through policy, reference, critic and reward model.
 
     Args:
-        trains_policy: False while the critic warms up.
+        trains_policy: False for a step of the critic's warm-up, which does not update the policy.
     """
     policy = session.model_spec.policy_definition
     critic = session.scoring.critic and session.scoring.critic.spec.definition
@@ -119,13 +119,13 @@ def make_step_flops(
 
 
 def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates: int = 0) -> NetworkPass:
-    """Returns the FLOPs of passes over samples: those by which batches are balanced, plus adapters and LM head.
+    """Returns the FLOPs counter of a network's passes, including adapters and LM head.
 
-    A backward pass costs twice as much as a forward pass; for frozen matrices, which have no gradient, it costs the
-    same.
+    A matrix needs twice the FLOPs of the forward pass in the backward pass; a frozen matrix needs the same FLOPs in
+    both, because it has no gradient.
 
     Args:
-        shares_prompts: whether a prompt is computed once for all its samples.
+        shares_prompts: whether the samples of a prompt share one computation of the prompt.
         updates: number of forward and backward passes; 0 = a forward pass only.
     """
     blocks, has_adapters = forward_flops(definition.architecture), definition.lora is not None
@@ -170,9 +170,9 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
 def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, float | None]:
     """Returns the schedule metrics of a step's rollouts, over all hosts; empty without schedules.
 
-    Hosts wait for each other after every rollout, so the makespan is that of the slowest host. Fractions are averaged
-    over time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous, and
-    the metrics of heavy prompts if the scheduler classifies none.
+    The makespan sums the slowest host's makespan of each rollout, because hosts wait for each other. Bubble and tail
+    are averages weighted by makespan. `probe_recall` is None if no sample was longer than the others, `tail_fraction`
+    if rollouts are asynchronous, and metrics of heavy prompts if the scheduler does not classify prompts.
     """
     if not schedules:
         return {}
@@ -202,7 +202,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
 
 
 def async_metrics(samples: Sequence[Sample], *, step: int, num_ready: int) -> dict[str, float]:
-    """Returns the mean and maximum age, in steps, of the policies that sampled the step's tokens, and the rounds ready.
+    """Returns the mean and maximum staleness of a step's tokens, in steps, and the minimum over hosts of `num_ready`.
 
     Args:
         num_ready: number of rounds of this host that were complete when the step began.

@@ -1,4 +1,4 @@
-"""The timeline plot of a rollout: what every slot of every worker did over time."""
+"""Plots the timeline of a rollout: which kind of sample each slot of each worker generated over time."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 IDLE_COLOR, SUSPENDED_COLOR = "#8888883a", PURPLE
 COLORS: dict[SampleRole | None, str] = {"probe": ORANGE, "fast": BLUE, "any": BLUE, "heavy": RED}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
-"""Height of a slot, in inches, and gap between workers, in slots."""
+"""Height of a slot in inches, and gap between workers as a multiple of it."""
 MERGE_GAP = 0.001
-"""Maximum pause, as a share of the makespan, between segments of a sample that are drawn as one bar."""
+"""Segments of a sample are drawn as one bar if the pause between them is at most this fraction of the makespan."""
 WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5
-"""Width of the plot and limits of its height, in inches; slots become thinner if there are too many."""
+"""Width of the plot and limits of its height, in inches; slots become thinner at the maximum height."""
 MARGIN = 1.45
-"""Height in inches of titles, axis and legend."""
+"""Total height of titles, axis and legend in inches."""
 SUPPORTED_SUFFIXES = (".png", ".html")
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The schedule of a rollout; time starts at the first submission."""
+    """The schedule of a rollout as a plot shows it; times are seconds since the first sample was submitted."""
 
     heading: str
     figures: str
-    """The metrics of the schedule, formatted in two lines."""
+    """The metrics of the schedule as two lines of text."""
     slots: dict[str, int]
     """Number of slots of each worker, by the worker's name."""
     spans: Sequence[Span]
@@ -76,12 +76,12 @@ class Timeline:
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
-    """Writes the plot as an image or, if `path` ends in .html, as a page."""
+    """Writes the plot as a PNG image or, if `path` ends in .html, as a page."""
     write_atomic(path, timeline_file(timeline, suffix=path.suffix))
 
 
 def timeline_file(timeline: Timeline, *, suffix: str) -> bytes:
-    """Returns the content of a file with the plot: an image or, for the suffix .html, a page."""
+    """Returns the plot as the bytes of a PNG image or, for the suffix .html, of a page."""
     if suffix.lower() != ".html":
         return render_timeline(timeline, kind="png")
     width, height = (inches * POINTS_PER_INCH for inches in timeline.size)
@@ -91,9 +91,9 @@ def timeline_file(timeline: Timeline, *, suffix: str) -> bytes:
 
 
 def render_timeline(timeline: Timeline, *, kind: Literal["png", "svg"]) -> bytes:
-    """Returns an image; equal timelines give equal bytes.
+    """Returns the bytes of an image; they are equal for equal timelines.
 
-    An SVG is for a page: it has no title and uses the page's background and fonts.
+    An SVG is made for an HTML page: it has no title and no background, and uses the page's fonts.
     """
     with new_figure(*timeline.size, salt="timeline") as figure:
         axes = figure.add_subplot()
@@ -136,7 +136,7 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
 
 
 def _merge_adjacent(spans: Iterable[Span], *, gap_s: float) -> list[Span]:
-    """Merges consecutive segments of a sample into one span, because there may be hundreds; leaves out empty ones."""
+    """Merges the segments of a sample, of which there may be hundreds, into one span; omits empty segments."""
     merged: list[Span] = []
     for span in spans:
         last = merged[-1] if merged else None

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, sessions.jsonl, saved samples, TensorBoard and wandb. Only process 0 writes it."""
+"""Writes the log of a run on process 0: metrics.jsonl, sessions.jsonl, TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ WANDB_SECTIONS = (
     "run", "model", "data", "rollout", "reward", "score", "algorithm", "reference", "critic", "optimizer",
     "checkpoint", "env", "eval",
 )  # fmt: skip
-"""Uploaded sections of the settings: an allow-list, so that a new section is private by default."""
+"""Sections of the settings that are uploaded to wandb; new sections stay private until they are listed here."""
 
 
 def _read_metrics_lines(path: Path, *, last_step: int) -> list[tuple[bytes, dict[str, Any]]]:
-    """Returns each readable line of `metrics.jsonl` up to a step, as bytes and as an object."""
+    """Returns (line, parsed object) for each valid line of `metrics.jsonl` up to a step."""
     content = path.read_bytes() if path.exists() else b""
     kept = []
     for line in content.splitlines(keepends=True):
@@ -54,7 +54,7 @@ def _read_metrics_lines(path: Path, *, last_step: int) -> list[tuple[bytes, dict
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Returns a JSON value with NaN and infinities replaced by null, so that a diverging run can still be logged."""
+    """Returns a JSON value with NaN and infinities replaced by None, so that a diverging run can still be logged."""
     return replace_floats(value, lambda number: not math.isfinite(number))
 
 
@@ -65,7 +65,7 @@ def samples_to_jsonl(samples: Sequence[Sample], *, step: int) -> bytes:
 
 
 def session_record() -> dict[str, Any]:
-    """Returns versions and devices of this session, for `sessions.jsonl`; a run may be resumed on other devices."""
+    """Returns this session's entry in `sessions.jsonl`: start time, versions and devices."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "grpo": version_of("grpo-jax"),
@@ -77,7 +77,7 @@ def session_record() -> dict[str, Any]:
 
 
 class RunLog:
-    """Run log that appends one line of metrics per step.
+    """Writes the metrics of each step to `metrics.jsonl`, TensorBoard and wandb.
 
     Args:
         last_step: the last step whose metrics a resumed run keeps; None for a new run.
@@ -122,9 +122,9 @@ class RunLog:
         return self._wandb.id if self._wandb is not None else None
 
     def write_metrics(self, step: int, metrics: Metrics) -> None:
-        """Appends a line in a single write, so that it is either complete or missing.
+        """Appends the metrics of a step in a single write, so that its line is either complete or missing.
 
-        If the file was deleted, it is written again with all lines.
+        If the file has been deleted, it is written again with all lines.
         """
         record = replace_nonfinite({"step": step, **metrics})
         if not self.run.metrics_path.exists():
@@ -144,7 +144,7 @@ class RunLog:
             self._tensorboard.flush()
 
     def alert(self, alert: Alert) -> None:
-        """Sends an alert to TensorBoard and wandb; other files omit it, because it can be derived from the metrics."""
+        """Sends an alert to TensorBoard and wandb. Files do not contain it, as it can be derived from the metrics."""
         if self._tensorboard is not None:
             self._tensorboard.add_text(f"alerts/{alert.title}", alert.text, alert.step)
         if self._wandb is not None:
@@ -160,7 +160,7 @@ class RunLog:
 
 
 def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> Any:
-    """Returns a wandb run if `logging.wandb_project` is set, offline without a key; otherwise None.
+    """Returns a wandb run, offline if WANDB_API_KEY is not set; None unless `logging.wandb_project` is set.
 
     If wandb cannot start, a warning is logged and training continues without it.
     """
@@ -195,7 +195,7 @@ def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -
     """Opens a TensorBoard writer and logs the settings to it; returns None without `logging.tensorboard`.
 
     Args:
-        next_step: first step of this session; events that earlier sessions logged from it on are discarded.
+        next_step: first step of this session; events of this step and later steps from earlier sessions are discarded.
     """
     if not resolved.settings.logging.tensorboard:
         return None
@@ -207,12 +207,11 @@ def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -
 
 
 class NullRunLog:
-    """A run log that writes nothing, for all processes except process 0."""
+    """A run log that writes nothing; used by all processes except process 0."""
 
     history: Sequence[dict[str, Any]] = ()
     wandb_id: str | None = None
 
-    def _ignore(self, *_: object, **__: object) -> None:
-        """Does nothing."""
+    def _ignore(self, *_: object, **__: object) -> None: ...
 
     write_metrics = alert = close = _ignore

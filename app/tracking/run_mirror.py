@@ -1,4 +1,4 @@
-"""Mirrors a run to a bucket: a thread writes the copy during the run."""
+"""Mirrors a run to a bucket in a background thread."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from settings.errors import InputError
 log = logging.getLogger(__name__)
 
 RENEW_S, LEASE_S = 10.0, 30.0
-"""Seconds between renewals of a lease, and until a lease without renewal expires."""
+"""Seconds between renewals of a lease, and seconds after which a lease that is not renewed expires."""
 FINISH_S, STOP_S = 600.0, 25.0
-"""Maximum seconds to wait for the copy after a finished run, and after a run that a signal or error ended."""
+"""Maximum seconds to wait for the copy at the end of a finished run, and of a run that a signal or error ended."""
 MAX_DELAY_S = 60.0
-"""Maximum wait before the next attempt to write."""
+"""Maximum seconds after which a failed write is tried again."""
 GROWTH_BYTES_PER_S = 1 << 20
-"""Rate at which changing files are uploaded again. An upload sends the whole file, so large files are sent less
-often."""
+"""Maximum average upload rate of a file that keeps changing: each upload sends it whole, so large files wait longer."""
 LEFT_OUT = frozenset({".lock", FETCHED, "checkpoints", "wandb"})
 """Files and folders of a run that are mirrored differently or not at all."""
 
@@ -43,10 +42,12 @@ def read_lease(bucket: Bucket) -> dict[str, Any] | None:
 
 
 def check_lease(bucket: Bucket) -> dict[str, Any] | None:
-    """Waits for the lease of a process that died without releasing it to expire; returns the lease, if there is one.
+    """Returns the expired lease of a process that died without releasing it, or None if there is no lease.
+
+    Waits up to `LEASE_S` to see that the lease is not renewed.
 
     Raises:
-        InputError: another process is writing the copy.
+        InputError: another process renews the lease, so it is writing the copy.
         BucketUnreachableError: the network failed.
     """
     end = time.monotonic() + LEASE_S
@@ -67,13 +68,13 @@ def check_lease(bucket: Bucket) -> dict[str, Any] | None:
 
 
 class LeaseLostError(RuntimeError):
-    """Another process has started to write this run."""
+    """Another process has taken over the copy of this run in the bucket."""
 
 
 class RunMirror:
     """Holds the lease of a run's copy in a bucket and, once started, writes the run's files there.
 
-    A thread writes the files, and only the end of the block waits for it. Failed writes are reported and retried.
+    A thread writes the files; only the end of the `with` block waits for it. Failed writes are logged and retried.
     Another thread renews the lease, because writing a large file may take longer than the lease lasts.
 
     Raises:
@@ -87,20 +88,20 @@ class RunMirror:
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and modification time of each file, by name, when it was last uploaded."""
         self._due: dict[str, float] = {}
-        """Time from which an uploaded file may be uploaded again, by name."""
+        """Time before which a file, by name, is not uploaded again."""
         self._begun: set[int] = set()
         """Steps for which the bucket has at least one file of a checkpoint."""
         self._steps: set[int] = set()
         """Steps whose checkpoints are complete in the bucket."""
         self._best = 0
-        """Step of the best checkpoint that the bucket names."""
+        """Step in the bucket's `BEST` object."""
         self._wake, self._is_ending = threading.Event(), threading.Event()
         self._is_started, self._is_over = threading.Event(), threading.Event()
         self._is_compared = self._is_slow = False
         self._problem: LeaseLostError | None = None
         self._behind_since: float | None = None
         self.timeout_s = FINISH_S
-        """Maximum time that the end of the block waits for missing files."""
+        """Maximum seconds that the end of the `with` block waits for missing files."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
     def __enter__(self) -> RunMirror:
@@ -110,7 +111,7 @@ class RunMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Writes missing files and releases the lease; after the time-out, a warning says what is in the bucket.
+        """Writes missing files and releases the lease; if this takes too long, logs which checkpoint is in the bucket.
 
         Raises:
             LeaseLostError: another process has started to write this run, and no other error ends the block.
@@ -130,15 +131,15 @@ class RunMirror:
             raise self._problem
 
     def start(self) -> None:
-        """Starts to write; objects that the directory lacks are deleted, and those that differ are replaced.
+        """Starts to write. Objects that the run directory lacks are deleted, and objects that differ are replaced.
 
-        Everything that the run continues from must therefore have been fetched and read.
+        Fetch and read everything that the run continues from before this call.
         """
         self._is_started.set()
         self._wake.set()
 
     def replace_checkpoint(self, step: int) -> bool:
-        """Replaces a damaged checkpoint by its copy; returns False if there is no complete copy."""
+        """Replaces a damaged checkpoint in the run directory by its copy; returns False without a complete copy."""
         return replace_checkpoint(self._bucket, self._run, step)
 
     def request(self) -> None:
@@ -211,7 +212,7 @@ class RunMirror:
             self._write_files(everything=self._is_ending.is_set())
 
     def _compare(self) -> None:
-        """Records which files an earlier process has already written to the bucket."""
+        """Records which files the bucket already has; deletes the copy if it belongs to another run."""
         sizes = self._bucket.sizes()
         # A run that was started over, without a checkpoint, has nothing in common with its copy.
         if self._run.sessions_path.name in sizes and not is_same_run(self._bucket, self._run):
@@ -228,7 +229,7 @@ class RunMirror:
         self._is_compared = True
 
     def _write_files(self, *, everything: bool) -> None:
-        """Writes files that have changed; those that are not due yet only if `everything` is to be written."""
+        """Writes files that have changed; `everything` includes files that were uploaded too recently."""
         root = str(self._run.path)
         for folder, children, names in os.walk(root):
             prefix = folder[len(root) + 1 :]
@@ -316,7 +317,7 @@ class RunMirror:
         self._begun.remove(step)
 
     def _take_lease(self) -> None:
-        """Takes the lease once an existing one is released or expired."""
+        """Takes the lease, after an existing lease has been released or has expired."""
         is_expired = check_lease(self._bucket) is not None
         with self._bucket.explain_failure("written"):
             with suppress(FileExistsError):
@@ -333,7 +334,7 @@ class RunMirror:
                 self._renew_lease()
 
     def _renew_lease(self) -> None:
-        """Renews the lease if `RENEW_S` have passed. Raises LeaseLostError if another process has it."""
+        """Renews the lease if `RENEW_S` have passed. Raises LeaseLostError if another process has taken it."""
         with self._lease:
             if self._problem is not None:
                 raise self._problem
@@ -343,7 +344,8 @@ class RunMirror:
             if found is None or found["owner"] != self._owner:
                 where, what = self._bucket.address, "has written" if found is None else "has started to write"
                 on = "" if found is None else f", on {found.get('host')},"
-                self._problem = LeaseLostError(f"another process{on} {what} {where}")
+                way_out = "end one of them, or choose another run.name"
+                self._problem = LeaseLostError(f"run.dir: another process{on} {what} {where}; {way_out}")
                 raise self._problem
             self._write_lease()
 
@@ -358,7 +360,7 @@ _ABSENT = (-1, -1)
 
 
 def _state_of(path: Path | str) -> tuple[int, int]:
-    """Returns the size and the modification time of a file."""
+    """Returns the size and the modification time of a file; (-1, -1) if it does not exist."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

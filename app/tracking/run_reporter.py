@@ -30,14 +30,14 @@ from settings.schema.run import LoggingSettings
 
 log = logging.getLogger(__name__)
 NUM_GROUPS = 2
-"""Groups shown per step, with two samples each; more would push the progress off the screen."""
+"""Number of groups of which samples are printed; more lines would push the progress off the screen."""
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS, NAME_CHARACTERS = 160, 320, 40
-"""Maximum lengths of shown texts; rollouts/ has the whole samples."""
+"""Maximum lengths of printed texts; the files in `rollouts/` contain the whole texts."""
 
 
 @dataclass
 class RunReporter:
-    """Sends steps, samples, evaluations and alerts to the display and the run log."""
+    """Reports steps, samples, evaluations and alerts to the console and the files of a run."""
 
     run: RunDirectory
     settings: LoggingSettings
@@ -53,7 +53,7 @@ class RunReporter:
         self._alerts = AlertMonitor(self.run_log.history)
 
     def report_step(self, step: int, record: dict[str, Any]) -> None:
-        """Reports a step's metrics and the alerts they raise."""
+        """Reports the metrics of a step, and the alerts that they raise, to the console and the run log."""
         alerts = self.write_metrics(step, record)
         self.display.show_step(step, record)
         for alert in alerts:
@@ -63,12 +63,12 @@ class RunReporter:
             self.mirror.request()
 
     def write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
-        """Writes a line of metrics and returns the alerts that it raises."""
+        """Writes the metrics of a step to the run log and returns the alerts that they raise."""
         self.run_log.write_metrics(step, metrics)
         return self._alerts.observe({"step": step, **metrics})
 
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Saves the samples of a step, and shows some of them every few steps. All hosts must call it together."""
+        """Saves the samples of a step, and prints some of them every few steps. All hosts must call it together."""
         if self.settings.save_rollouts:
             self._write_samples(self.run.rollouts_path(step), samples, step=step)
         every = self.settings.completions_every_steps
@@ -81,14 +81,14 @@ class RunReporter:
         self.display.print_line(evaluation_line(step, metrics))
 
     def _write_samples(self, path: Path, samples: Sequence[Sample], *, step: int) -> None:
-        """Writes the samples of all hosts; the file does not depend on the number of hosts."""
+        """Writes the samples of all hosts into one file, whose content does not depend on the number of hosts."""
         lines = gather_bytes_to_process_0(samples_to_jsonl(samples, step=step))
         if jax.process_index() == 0:
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, b"".join(lines))
 
     def write_final_report(self) -> None:
-        """Writes the report and the timeline, regardless of how the run ended."""
+        """Writes the report and the timeline of a finished or stopped run; failures are only logged."""
         if not self.settings.report or not training_steps(self.run_log.history):
             return
         self.display.set_phase("report")
@@ -101,7 +101,7 @@ class RunReporter:
 
 @contextmanager
 def _warn_if_unwritten(what: str, *, advice: str = "") -> Iterator[None]:
-    """Logs a warning if the block raises because a page cannot be written."""
+    """Logs any exception of the `with` block as a warning: `what` could not be written."""
     try:
         yield
     # Every exception: a failing page must not change how a run ends.
@@ -110,7 +110,7 @@ def _warn_if_unwritten(what: str, *, advice: str = "") -> Iterator[None]:
 
 
 def sample_lines(samples: Sequence[Sample], *, step: int) -> list[str]:
-    """Returns the best and worst samples of the groups with the largest reward std; in a tie, of the first groups."""
+    """Formats the best and the worst sample of the `NUM_GROUPS` groups with the largest reward std."""
     selected = sorted(group_samples(samples), key=lambda group: -np.std([*map(_reward_or_zero, group)]))[:NUM_GROUPS]
     lines = [f"completions of step {step}"] if selected else []
     for group in selected:
@@ -139,7 +139,7 @@ def _to_text(sample: Sample) -> str:
 
 
 def _written_text(sample: Sample) -> str:
-    """Returns the policy's turns with the answers of its tools and environment."""
+    """Returns the shortened completion or, for an episode, the policy's turns and the messages between them."""
     texts = [sample.completion]
     if sample.episode is not None:
         texts = []
@@ -150,14 +150,14 @@ def _written_text(sample: Sample) -> str:
 
 
 def _prompt_text(source: str | Messages) -> str:
-    """Returns the text of a prompt, or of the last message of a chat."""
+    """Returns the text of a prompt; of a chat, only the last message."""
     if isinstance(source, str):
         return source
     return message_text(source[-1]) if source and isinstance(source[-1], dict) else ""
 
 
 def truncate_middle(text: str, *, limit: int) -> str:
-    """Returns a text as one printable line, with the middle cut out beyond about `limit` characters."""
+    """Returns a text as one printable line, without its middle if it is longer than `limit` characters."""
     if len(text) > limit:
         head = limit * 2 // 3
         text = f"{text[:head]} … {text[-(limit - head) :]}"

@@ -1,4 +1,4 @@
-"""Metrics of a step's samples and of their episodes, over all hosts."""
+"""Computes metrics over the samples and episodes of a step on all hosts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from app.reward.aggregate import RewardedSamples
 from app.update.kl import k1, k3
 
 TOOL_COUNTS = ("tool_calls", "tool_errors")
-"""Numbers of a turn that are summed over the sample."""
+"""Metrics of a turn that are summed over the turns of a sample."""
 MAX_NAMES = 32
-"""Maximum number of scores, and of custom numbers, recorded for an environment."""
+"""Maximum number of an environment's scores, and of its other metrics, that are recorded."""
 
 
 def sample_metrics(
@@ -28,7 +28,7 @@ def sample_metrics(
     Standard deviations are of the population (ddof = 0). A metric without values is NaN.
 
     Args:
-        functions: names of the reward functions; some samples may have no value for a function.
+        functions: names of the reward functions; a function may have no value for some samples.
         is_compared: whether a sample with a reward takes part in the statistics of its group.
     """
     kept = [s for s in samples if s.reward is not None]
@@ -58,7 +58,7 @@ def sample_metrics(
 
 
 def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
-    """Returns this host's part of `reward_counts`: counts, and sum and count of each additional plug-in metric."""
+    """Returns this host's part of `reward_counts`: the counts, and (sum, count) of each plug-in metric."""
     counts = {
         "reward/error_count": scored.num_errors,
         "reward/abstained_count": scored.num_abstained,
@@ -74,7 +74,7 @@ def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[s
 
 
 def reward_counts(scored: RewardedSamples) -> dict[str, float]:
-    """Returns counts of errors, abstentions and dropped samples, and means of plug-in metrics, over all hosts."""
+    """Returns, over all hosts, the counts of errors, abstentions and dropped samples, and means of plug-in metrics."""
     counts, extras = local_reward_counts(scored)
     totals = sum_over_hosts(np.asarray(list(counts.values())))
     # The names of plug-in metrics depend on the samples, so hosts must gather them first.
@@ -87,11 +87,11 @@ def reward_counts(scored: RewardedSamples) -> dict[str, float]:
 
 
 def mismatch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns perplexities and divergence of the sampler and the trainer; empty if no sample has `policy_logprobs`.
+    """Returns the perplexities of sampler and trainer and their KL; empty if no sample has `policy_logprobs`.
 
     Perplexities are exp(-mean of a sample's logprobs), averaged over samples; `log_ppl_diff` is the mean of
-    log(training perplexity / rollout perplexity). The KL of the sampler to the trainer is averaged over tokens: `kl` is
-    E[d], `k3_kl` is E[exp(-d) + d - 1], with d = behavior_logprobs - policy_logprobs. This is a collective call.
+    log(training perplexity / rollout perplexity). The KL is an average over tokens: `kl` is E[d] and `k3_kl` is
+    E[exp(-d) + d - 1], with d = behavior_logprobs - policy_logprobs. All hosts must call it together.
 
     Source: `compute_offpolicy_metrics` of verl (`trainer/ppo/rollout_corr_helper.py`), for the names and definitions.
     """
@@ -111,10 +111,10 @@ def mismatch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns metrics over the samples with an episode, dropped ones included; empty if there are none on any host.
+    """Returns metrics over all episodes, including dropped samples; empty if no host has an episode.
 
-    Scores are means over the samples that have them, and the environment's own numbers over the turns that have them.
-    This is a collective call.
+    A score is averaged over the episodes that have it, any other metric of the environment over the turns that have it.
+    All hosts must call it together.
     """
     local = [
         {
@@ -151,7 +151,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _means(rows: Iterable[Mapping[str, float]], prefix: str) -> dict[str, float]:
-    """Returns the mean of each number over the rows that have it, for the first names in alphabetical order."""
+    """Returns the mean of each value over the rows that have it, for at most the first `MAX_NAMES` names."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():

@@ -1,4 +1,4 @@
-"""Times a step and its phases, and traces single steps for `logging.profile_steps`."""
+"""Times a step and its phases, and profiles the steps of `logging.profile_steps`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from app.tracking.console import ProgressDisplay
 
 log = logging.getLogger(__name__)
 PROFILER_ERRORS = (OSError, RuntimeError, ValueError)
-"""Errors of the profiler: the folder cannot be written to, the backend fails, or another trace is running."""
+"""Exceptions of JAX's profiler: the folder cannot be written to, the backend fails, or another trace is running."""
 
 
 @dataclass
 class StepTimer:
-    """Wall-clock seconds of each phase of a step, and of the step since the timer was created."""
+    """Measures the wall-clock seconds of a step, which begins when the timer is created, and of each phase."""
 
     display: ProgressDisplay
     seconds: dict[str, float] = field(default_factory=dict)
     start: float = field(default_factory=time.perf_counter)
-    """When the step began, by `time.perf_counter`."""
+    """Time of `time.perf_counter` when the step began."""
     _within: list[str] = field(default_factory=list)
-    """Active phases, the innermost last."""
+    """Names of the active phases, from the outermost to the innermost."""
 
     def stop(self) -> None:
         self.seconds["time/step_s"] = time.perf_counter() - self.start
@@ -48,7 +48,7 @@ class StepTimer:
 
 
 class StepProfiler:
-    """Traces this process during the selected steps, each into its own folder.
+    """Writes a profiler trace of this process for each selected step, into one folder per step.
 
     If the profiler fails, a warning is logged and no further steps are traced.
     """
@@ -59,7 +59,7 @@ class StepProfiler:
         self._running = ExitStack()
 
     def start(self, step: int) -> None:
-        """Begins a trace if the step is selected."""
+        """Begins a trace if `step` is selected."""
         if step not in self._steps:
             return
         options = jax.profiler.ProfileOptions()
@@ -74,7 +74,7 @@ class StepProfiler:
         self._running.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def stop(self) -> None:
-        """Ends the trace and writes it, if one is running."""
+        """Ends and writes the trace, if one is running."""
         self._running.close()
 
     def _write(self) -> None:

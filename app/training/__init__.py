@@ -1,1 +1,1 @@
-"""One training run: setup, initial state, the step, the step loop, replay."""
+"""Runs training: setup, initial state, steps, the loop over steps, and replay of saved samples."""

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that a filter drops are replaced by groups of the next prompts.
+"""Implements dynamic sampling: groups that a filter drops are replaced by groups of the next prompts.
 
 Source: Yu et al. 2025 (DAPO), section 3.2.
 """
@@ -20,23 +20,23 @@ from app.records.sample_json import sample_to_record
 from settings.schema.reward import OVERLONG_REWARD
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
-"""(samples of a group) -> whether the step learns from them."""
+"""(samples of a group) -> whether the step keeps the group for training."""
 Group = list[Sample]
 
 REWARD_TOLERANCE = 1e-9
-"""Rewards that differ by less count as equal; adding and removing a penalty leaves a smaller rounding error."""
+"""Rewards count as equal up to this difference, which exceeds the rounding error of adding and removing a penalty."""
 
 
 def keeps_all(group: Sequence[Sample]) -> bool:
-    """Keeps every group."""
+    """The filter that keeps every group."""
     return True
 
 
 def rewards_differ(group: Sequence[Sample], *, parts: Collection[str] = ()) -> bool:
-    """Returns whether a group's samples differ in one of these parts of the reward, or without `parts` in its sum.
+    """Returns whether the rewards of a group's samples differ: one of the `parts`, or the sum if `parts` is empty.
 
-    Samples without the reward are ignored. The overlong penalty does not count as a difference: the paper filters by
-    the correctness of answers (eq. 11).
+    Samples without a reward are ignored, and so is the overlong penalty in the sum: the paper filters by the
+    correctness of answers (eq. 11).
     """
     values = [[s.rewards[name] for s in group if s.rewards and name in s.rewards] for name in parts]
     if not parts:
@@ -45,26 +45,26 @@ def rewards_differ(group: Sequence[Sample], *, parts: Collection[str] = ()) -> b
 
 
 class StepGroups:
-    """The groups of a step, added in rounds until all hosts together have kept `num_groups` groups per host.
+    """Collects the groups of a step in rounds, until the filter has kept `num_groups` groups per host.
 
-    A step's groups and their order are the same on any number of hosts: all hosts count all kept groups, make the same
-    choice, and exchange groups until each has an equal part.
+    A step's groups and their order do not depend on the number of hosts: every host knows which groups all hosts have
+    kept, makes the same choice, and exchanges groups so that each host gets an equal part.
 
-    A prompt that is repeated within the step, at the end of the data, is skipped: random numbers are keyed by prompt
-    and step, so its samples would be the same. (With asynchronous rollouts they would differ, but it is also skipped.)
+    If a prompt occurs twice in a step, at the end of the data, its second group is dropped: random numbers are keyed by
+    prompt and step, so the samples would be equal. (Asynchronous rollouts follow the same rule, though theirs differ.)
 
     Args:
         num_groups: number of groups per host, both in a round and in a step.
-        max_rounds: maximum number of rounds.
+        max_rounds: maximum number of rounds per step.
     """
 
     def __init__(self, *, group_filter: GroupFilter, num_groups: int, max_rounds: int) -> None:
         self._filter, self._num_groups, self._max_rounds = group_filter, num_groups, max_rounds
         self._num_wanted = num_groups * jax.process_count()
         self._groups: dict[int, Group] = {}
-        """This host's groups of all rounds, by their index in the step."""
+        """This host's groups of all rounds, by their index among the groups of all hosts."""
         self._kept: list[bool] = []
-        """For each group of all hosts, whether the filter keeps it."""
+        """Whether each group of all hosts is kept, by its index."""
         self._seen_prompts: set[int] = set()
         self._num_rounds = 0
 
@@ -89,7 +89,7 @@ class StepGroups:
         self._num_rounds += 1
 
     def fill(self) -> tuple[list[Sample], dict[str, float]]:
-        """Returns this host's samples of exactly `num_groups` groups, in order of sampling, and metrics.
+        """Returns this host's samples for the step, which form exactly `num_groups` groups, and metrics.
 
         If too few groups were kept, dropped groups fill the step, masked out of the loss, so that shapes stay the same.
         All hosts must call it together.
@@ -115,10 +115,11 @@ class StepGroups:
 def _exchange_groups(
     local_groups: Mapping[int, Group], numbers: Sequence[int], num_groups: int
 ) -> list[tuple[int, Group]]:
-    """Returns this host's equal part of the chosen groups with their indices. All hosts must call it together.
+    """Returns (index, group) for this host's equal part of the chosen groups. All hosts must call it together.
 
     Args:
         local_groups: all groups that this host has sampled, by index.
+        numbers: indices of the chosen groups.
         num_groups: number of groups per host; in each round a host has this many consecutive indices.
     """
     goes_to = {number: position // num_groups for position, number in enumerate(numbers)}
@@ -132,15 +133,15 @@ def _exchange_groups(
 
 
 def _uid_hash(uid: str) -> int:
-    """Returns an integer hash of a prompt's uid, which hosts can gather."""
+    """Returns a 64-bit hash of a prompt's uid, which hosts can gather as an array element."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def gather_pass_rates(samples: Sequence[Sample], *, judge: str) -> list[tuple[str, float | None]]:
-    """Returns the uid and the pass rate of every group.
+    """Returns the prompt's uid and the pass rate of every group of all hosts, which must call it together.
 
-    A pass rate is the mean value of the grading function, clipped to [0, 1]; None if it graded no sample of the group.
-    All hosts must call it together, and all get all groups.
+    The pass rate is the mean of the rewards of the function `judge`, each clipped to [0, 1]; None if it graded no
+    sample of the group.
     """
     local = []
     for group in group_samples(samples):

@@ -1,4 +1,4 @@
-"""The initial state of a run: the newest checkpoint in its directory, or the models' own weights."""
+"""Restores or initializes the state of a run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def open_checkpoints(setup: RunSetup) -> Checkpoints:
 def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[RunState, TrainProgress]:
     """Returns the state to start from, and its progress.
 
-    The state comes from the newest good checkpoint; else, in a replay, from `--checkpoint`. Otherwise it has fresh
-    moments, with the policy of `--checkpoint` or the models' own weights.
+    The state comes from the run's newest intact checkpoint or, in the first session of a replay, from `--checkpoint`.
+    Any other new run has zero moments, and the policy of `--checkpoint` or of `model.path`.
     """
     settings, session, learning = setup.resolved.settings, setup.session, setup.learning
     # Load it now; otherwise the first step's time and compilations would include it.
@@ -94,7 +94,7 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
 
 
 def _fetch_again(folder: RunFolder, step: int) -> bool:
-    """Replaces a damaged checkpoint by the copy in the run's bucket; returns False if there is none."""
+    """Replaces a damaged checkpoint by its copy in the run's bucket; returns False if there is no copy."""
     with error_barrier():
         is_replaced = folder.mirror is not None and folder.mirror.replace_checkpoint(step)
     is_replaced = bool(max_over_hosts(np.asarray(int(is_replaced))))
@@ -122,10 +122,10 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
 
 
 def load_reference_params(state: RunState, progress: TrainProgress, setup: RunSetup) -> Params | None:
-    """Returns the weights of the teacher or of the policy's start, copied from a fresh state or loaded again on resume.
+    """Returns the weights of the reference: of the teacher or, without a teacher, of the policy before training.
 
-    They are stored in the compute dtype, to which the network would cast them anyway: bfloat16 takes half the bytes.
-    With adapters and no teacher, they are the frozen weights, quantized or not, without a second copy.
+    They are stored in the compute dtype, to which the network would cast them anyway: bfloat16 halves their bytes. With
+    adapters and no teacher, they are the policy's frozen weights, without a second copy. None if nothing reads them.
     """
     session = setup.session.scoring
     if "reference" not in session.settings.scored_roles:

@@ -1,4 +1,4 @@
-"""Inputs of a training run: model files, tokenizer, training and evaluation prompts."""
+"""Reads the inputs of a training run: model files, tokenizer, training and evaluation prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEMPLATE_KWARGS, EOS_TOKENS = "data.chat_template_kwargs", "model.eos_tokens"
 PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
 MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
-"""Names of the fingerprints of a run's inputs."""
+"""These constants name the fingerprints of a run's inputs."""
 
 
 CHANGEABLE_FINGERPRINTS = {
@@ -53,9 +53,9 @@ CHANGEABLE_FINGERPRINTS = {
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
-"""Maps a fingerprint that may differ in a resumed run to the settings and sections that can allow the difference.
+"""Maps a fingerprint that may change in a resumed run to the settings, any of which allows it in `--allow-changed`.
 
-A model's fingerprint must not change, because its arrays come from the checkpoint.
+The fingerprints of policy and critic must not change, because their arrays come from the checkpoint.
 """
 
 
@@ -70,20 +70,20 @@ class TrainingInputs:
     eval_prompts: Sequence[Prompt]
     fingerprints: dict[str, str]
     data_report: str
-    """Text for users about the data: column mapping, prompts kept and dropped."""
+    """Report for users: how columns are mapped, and how many prompts are kept and dropped."""
     reward_model: RewardModelSpec | None = None
     teacher: NetworkSpec | None = None
-    """The teacher; None if the reference is the policy's start, or without a reference."""
+    """The model of `reference.path`; None if the reference, if any, is the policy before training."""
     replay: Replay | None = None
     """The saved samples to train on; None if samples are generated."""
     given: Sequence[Sample] = ()
-    """Samples made of the completions in the data; empty if samples are generated or replayed."""
+    """Samples made from the completions in the data; empty if samples are generated or replayed."""
     start: PolicyCheckpoint | None = None
     """The checkpoint of --checkpoint: a replay continues from its step, another run starts from its policy."""
 
     @property
     def judged_prompts(self) -> Sequence[Prompt]:
-        """Prompts whose completions get rewards; with given completions, only evaluation prompts."""
+        """Prompts whose completions are rewarded; if the data has the completions, only evaluation prompts."""
         return self.eval_prompts if self.given else self.prompts
 
     @property
@@ -98,7 +98,7 @@ class TrainingInputs:
         }
 
     def make_rewards(self, settings: Settings) -> RewardFunctions:
-        """Returns the reward functions for these prompts: a context manager that imports them on entry."""
+        """Returns the reward functions for these prompts, a context manager that imports plug-ins on entry."""
         held_out_columns = eval_columns(settings, self.eval_prompts) if self.eval_prompts else None
         if not self.judged_prompts:
             settings = settings.model_copy(update={"reward": settings.reward.model_copy(update={"functions": ()})})
@@ -106,7 +106,7 @@ class TrainingInputs:
 
 
 def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
-    """Raises InputError if evaluations of these rows do not measure a metric that a setting names."""
+    """Raises InputError if evaluations of these rows do not measure `checkpoint.best_metric`."""
     if settings.checkpoint.best_metric is not None:
         check_is_measured(
             settings.checkpoint.best_metric,
@@ -119,7 +119,7 @@ def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
 
 
 def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OPTIONS) -> TrainingInputs:
-    """Reads and checks model files, tokenizer, training and evaluation prompts, and what the run starts from.
+    """Reads and checks model files, tokenizer, training and evaluation prompts, and the inputs in `start_request`.
 
     Raises:
         InputError: an input cannot be used.
@@ -159,7 +159,7 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
 
 
 def _open_start(settings: Settings, model: ModelSpec, checkpoint: Path | None) -> PolicyCheckpoint | None:
-    """Returns the checkpoint of --checkpoint; raises InputError if it is this run's own or does not fit the model."""
+    """Opens the checkpoint of --checkpoint; raises InputError if it is this run's own or does not fit the model."""
     if checkpoint is None:
         return None
     start, own = PolicyCheckpoint.open(checkpoint), RunDirectory.from_settings(settings.run)

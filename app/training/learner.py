@@ -1,4 +1,4 @@
-"""Wiring of the update: settings select its functions once, at start-up."""
+"""Builds the updates of policy and critic from the settings, once at start-up."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from settings.schema.reward import OVERLONG_REWARD
 
 @dataclass(frozen=True)
 class Learner:
-    """The update of one network with its optimizer, configured for a run."""
+    """Updates one network with its optimizer."""
 
     update_step: UpdateStep
     updater: Updater
@@ -82,11 +82,11 @@ class Learner:
     """Shapes and shardings of the network's frozen weights."""
 
     def initial_state(self, params: Params) -> TrainState:
-        """Returns a state with these weights and fresh moments."""
+        """Returns a training state with these weights, zero moments and step counters of 0."""
         return init_train_state(self.optimizer, params, self.shardings)
 
     def null_metrics(self, params: Params, frozen: Params) -> dict[str, None]:
-        """Returns the metrics of a step's updates, all None. All hosts must call it together."""
+        """Returns the metric names of a step's updates, mapped to None. All hosts must call it together."""
         updater = self.updater
         plan = updater.micro_batcher([], updater.mesh)
         batch = updater.pack([], plan.local_plan.micro_batches[0], StepTotals(num_tokens=0, num_samples=0))
@@ -97,13 +97,13 @@ class Learner:
 
 @dataclass(frozen=True)
 class LearnerGroup:
-    """The advantage estimator and the updates of policy and critic, configured for a run."""
+    """The advantage estimator, the group filter and the learners of policy and critic of a run."""
 
     session: ScoringSession
     estimator: AdvantageEstimator | None
-    """The advantage estimator; None with given completions."""
+    """The advantage estimator; None if the completions come from the data (`algorithm.name: sft`)."""
     group_filter: GroupFilter
-    """Decides which groups a step learns from."""
+    """Decides which groups a step keeps for training."""
     max_rounds: int
     """Maximum number of rollout rounds per step; 1 without a filter."""
     score_batchers: Mapping[ScoredRole, MicroBatcher]
@@ -114,7 +114,7 @@ class LearnerGroup:
 
     @property
     def advantage_estimator(self) -> AdvantageEstimator:
-        """The advantage estimator of sampled completions."""
+        """The estimator; fails an assertion if the completions come from the data."""
         assert self.estimator is not None
         return self.estimator
 
@@ -123,23 +123,23 @@ class LearnerGroup:
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     def new_groups(self) -> StepGroups:
-        """Returns an empty `StepGroups` for a step."""
+        """Returns an empty collection of groups for a step."""
         num_groups = self.session.settings.rollout.prompts_per_step
         return StepGroups(group_filter=self.group_filter, num_groups=num_groups, max_rounds=self.max_rounds)
 
     def trains_policy(self, step: int) -> bool:
-        """Returns whether a step updates the policy: not while the critic warms up."""
+        """Returns whether a step updates the policy; False in the first `critic.warmup_steps` steps."""
         return self.critic is None or step > self.session.settings.critic.warmup_steps
 
     def update(
         self, state: RunState, samples: list[Sample], mini_batches: MiniBatchIndices, *, step: int, kl_coef: float
     ) -> tuple[RunState, dict[str, float | None]]:
-        """Returns the state after the step's updates, and their metrics. Critic and policy use the same mini-batches.
+        """Updates critic and policy on the same mini-batches; returns the new state and the metrics.
 
-        While the critic warms up, the policy and the KL coefficient do not change, and the policy's metrics are None.
+        During the critic's warm-up, policy and KL coefficient do not change, and the policy's metrics are None.
 
         Args:
-            kl_coef: the KL coefficient of the returned state, unless the critic warms up.
+            kl_coef: KL coefficient of the new state.
         """
         epochs, frozen = select_samples(samples, mini_batches), self.session.frozen_params
         settings, metrics = self.session.settings, dict[str, float | None]()
@@ -158,7 +158,7 @@ class LearnerGroup:
 
     @property
     def shapes(self) -> NetworkStates:
-        """The shapes of a checkpoint's arrays; see `RunState.networks`."""
+        """The shapes of the arrays in a checkpoint, by network; see `RunState.networks`."""
         return {name: learner.shapes for name, learner in self.networks.items()}
 
     @property
@@ -167,7 +167,7 @@ class LearnerGroup:
 
 
 def make_learner_group(session: ScoringSession, custom: CustomEstimator | None = None) -> LearnerGroup:
-    """Builds advantages and updates from `algorithm.*`, `critic.*`, `optimizer.*`, and the plug-in `custom` if any."""
+    """Builds the advantage estimator and the learners; `custom` is the plug-in of `algorithm.estimator`, if any."""
     settings = session.settings
     assert settings.algorithm.filter is not None
     longest = MaxLengths.from_settings(settings)
@@ -193,7 +193,7 @@ def make_learner_group(session: ScoringSession, custom: CustomEstimator | None =
 
 
 def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> GroupFilter:
-    """Returns the filter of `algorithm.filter`, applied only to samples in the loss."""
+    """Returns the filter of `algorithm.filter`, which compares only samples that take part in the loss."""
     if settings.algorithm.filter == "none":
         return keeps_all
     parts = settings.compared_parts.keys() - {OVERLONG_REWARD}
@@ -203,9 +203,9 @@ def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> Grou
 def longest_rows(
     session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
 ) -> list[tuple[Architecture, int]]:
-    """Returns the networks that are updated or score in a run, each with the length of its longest rows.
+    """Returns each network that a run updates or scores with, and the maximum tokens of a row in that pass.
 
-    A reward model without a token budget is assumed to read conversations as long as the policy's samples.
+    Conversations of a reward model are assumed to be no longer than samples unless rows have a token quota.
     """
     settings, longest = session.settings, MaxLengths.from_settings(session.settings).sample
     updated: Any = {role: learner.updater.micro_batcher for role, learner in learning.networks.items()}
@@ -222,7 +222,7 @@ def longest_rows(
 
 
 def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Learner:
-    """Builds the policy's objective, optimizer and update step."""
+    """Builds the learner of the policy, for reinforcement learning or supervised training."""
     settings, definition = session.settings, session.model_spec.policy_definition
     algorithm, model = settings.algorithm, settings.model
     assert algorithm.loss_aggregation is not None
@@ -241,7 +241,7 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
 
 
 def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> PolicyBatchPacker:
-    """Returns the packer of micro-batches for the policy's loss."""
+    """Returns the function that packs the arrays which the policy's loss reads."""
     settings, algorithm = session.settings, session.settings.algorithm
     # The scored logprobs of the proximal policy, and of the reference for any KL.
     is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}
@@ -258,7 +258,7 @@ def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> P
 
 
 def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max_lengths: MaxLengths) -> Learner:
-    """Builds the learner of the critic, which is updated in every step."""
+    """Builds the learner of the critic, whose loss is the squared error, optionally clipped, of its values."""
     definition = critic.spec.definition
     clip_range = settings.critic.clip_range
     errors = squared_error if clip_range is None else functools.partial(clipped_squared_error, clip_range=clip_range)
@@ -296,7 +296,7 @@ def _make_learner(
 
 
 def make_policy_loss(algorithm: AlgorithmSettings, *, has_teacher: bool = False) -> PolicyLoss:
-    """Builds the loss of each token, before aggregation."""
+    """Builds the policy's loss per token, before aggregation."""
     assert algorithm.ratio_level is not None
     return PolicyLoss(
         surrogate=make_surrogate(algorithm),
@@ -310,7 +310,7 @@ def make_policy_loss(algorithm: AlgorithmSettings, *, has_teacher: bool = False)
 
 
 def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None:
-    """Builds the importance correction of off-policy tokens; None if they are treated as on-policy."""
+    """Builds the importance correction of off-policy tokens; None if `algorithm.correction` is `none`."""
     if algorithm.correction == "none":
         return None
     assert algorithm.correction_level is not None and algorithm.correction_veto is not None
@@ -326,7 +326,7 @@ def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None
 
 
 def make_surrogate(algorithm: AlgorithmSettings) -> SurrogateFn:
-    """Builds the surrogate with one clip, or two with `algorithm.dual_clip`."""
+    """Builds the clipped surrogate; `algorithm.dual_clip` adds the second clip of dual-clip PPO."""
     assert algorithm.clip is not None and algorithm.clip_low is not None and algorithm.clip_high is not None
     clips = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.dual_clip is None:

@@ -1,4 +1,4 @@
-"""Computes from shapes the bytes per device of the networks and their training state."""
+"""Computes the bytes per device of the networks and their training state from shapes, without allocating arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MemoryBreakdown = dict[str, int]
 
 
 def host_bytes(session: ScoringSession, learning: LearnerGroup) -> int:
-    """Returns the bytes per device of offloaded arrays in host memory: moments, and weights of the reference."""
+    """Returns the host-memory bytes per device of offloaded arrays: moments, and weights of the reference."""
     states = [abstract_arrays(one.shapes, one.shardings) for one in learning.networks.values()]
     moments = bytes_per_device(states, in_host_memory=True)
     return moments + (sum(reference_bytes(session).values()) if _is_reference_away(session) else 0)
@@ -30,7 +30,7 @@ def _is_reference_away(session: ScoringSession) -> bool:
 def network_bytes(
     session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None = None
 ) -> MemoryBreakdown:
-    """Returns the bytes on each device of the weights and moments kept there throughout the run."""
+    """Returns the bytes of weights and moments that stay on each device throughout the run, by buffer."""
     sizes: MemoryBreakdown = {}
     sizes["weights"], sizes["optimizer"] = _learner_bytes(learning.policy)
     if learning.critic:
@@ -44,7 +44,7 @@ def network_bytes(
 
 
 def reference_bytes(session: ScoringSession) -> MemoryBreakdown:
-    """Returns the bytes of the reference policy's own weights; empty if it has none."""
+    """Returns the bytes per device of the reference's own weights; empty if it has none."""
     has_weights = "reference" in session.settings.scored_roles and session.has_own_reference
     return {"reference": _weight_bytes(session, session.held_reference)} if has_weights else {}
 
@@ -54,7 +54,7 @@ def _weight_bytes(session: ScoringSession, definition: DecoderDefinition) -> int
 
 
 def _learner_bytes(learner: Learner) -> tuple[int, int]:
-    """Returns the bytes of a network's weights, including frozen ones, and of its other training state."""
+    """Returns the bytes per device of a network's weights, including frozen weights, and of its optimizer state."""
     state = abstract_arrays(learner.shapes, learner.shardings)
     trained = bytes_per_device(state.params)
     return trained + bytes_per_device(learner.frozen_shapes), bytes_per_device(state) - trained

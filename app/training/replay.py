@@ -1,12 +1,12 @@
-"""`grpo train --from-rollouts`: steps that learn from saved samples.
+"""`grpo train --from-rollouts`: trains on saved samples.
 
 Tokens, behavior logprobs, masks and versions are always taken from the files. Logprobs and values are always computed
 again by the step's own networks.
 
-If the file is in the `rollouts/` of a run, its rewards are taken unless `reward.*` differs from that run's settings.
-With the rewards, the advantages and masks of a plug-in are taken; other advantages are computed again under the current
-settings. Any other file is the result of a chain of commands (`grpo rollout`, `score`, `gae`): its rewards, and its
-advantages and returns, are taken if every sample has them, and computed otherwise.
+If a file is in the `rollouts/` folder of a run, its rewards are used unless `reward.*` differs from that run's
+settings; then the advantages and masks of a plug-in are also used, but other advantages are computed again. Any other
+file is the result of `grpo rollout`, `score` and `gae`: its rewards, and its advantages and returns, are used if every
+sample has them, and computed otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from settings.errors import InputError
 
 OPTION = "--from-rollouts"
 ROLLOUTS_DIR = "rollouts"
-"""Folder of a run that holds its samples."""
+"""Subfolder of a run directory that contains the run's samples."""
 SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 ROUTES_FIELD = frozenset({"routes"})
 
@@ -50,7 +50,7 @@ class StartRequest(NamedTuple):
     """The options of `grpo train` that say where a run starts."""
 
     rollouts: Path | None = None
-    """Files of samples to train on instead of generating them; the run ends after the last file."""
+    """File or folder of samples to train on instead of generating them; the run ends after the last file."""
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
 
@@ -70,7 +70,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class Replay:
-    """The saved samples of a replay: the file of each step, and which fields of the files the replay uses."""
+    """The saved samples of a replay: a file for each step, and which of its fields are used."""
 
     rollouts: Path
     """The file or folder of --from-rollouts."""
@@ -79,15 +79,15 @@ class Replay:
     prompts: Sequence[Prompt]
     """The distinct prompts of all files."""
     source_run: RunDirectory | None
-    """The run that wrote the files; None if a chain of commands wrote them."""
+    """The run that wrote the files; None if they are not in the `rollouts/` folder of a run."""
     uses_saved_rewards: bool
     uses_saved_advantages: bool
     ignored_fields: frozenset[str]
-    """Fields of the files that steps recompute or do not need."""
+    """Fields of the files that are not read, because steps recompute them or do not need them."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the samples, and of the fields taken from them."""
+        """Fingerprints of the samples, and of which of their fields are used."""
         digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
         return {
             "the samples of --from-rollouts": hashlib.sha256(digests.encode()).hexdigest(),
@@ -98,7 +98,7 @@ class Replay:
 
     @property
     def report(self) -> str:
-        """Text for users: what is replayed, and which fields are taken from the samples."""
+        """Report for users: which steps are replayed, and which fields of the samples are used."""
         first, last = min(self.files), max(self.files)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         have_rewards = all("reward" in file.available_fields for file in self.files.values())
@@ -111,7 +111,7 @@ class Replay:
         )
 
     def load_groups(self, step: int) -> list[Group]:
-        """Loads the groups of a step for all hosts.
+        """Loads all groups of a step, including those of other hosts.
 
         Raises:
             InputError: the file has changed since it was checked.
@@ -127,19 +127,19 @@ class Replay:
 
     @property
     def _keeps_masks(self) -> bool:
-        """Whether samples that the files mask out of the loss stay masked, as after a failed call of an estimator."""
+        """Whether masks in the files are kept, for example on samples for which an estimator plug-in failed."""
         return self.source_run is None or self.uses_saved_advantages
 
 
 def _clear_filter_mask(sample: Sample) -> Sample:
-    """Puts a sample that the source run's filter had masked back into the loss; the step applies its own filter."""
+    """Unmasks a sample that the source run's group filter had masked, because the step applies its own filter."""
     if sample.mask.any() or sample.finish_reason.startswith(DROPPED_PREFIX):
         return sample
     return replace(sample, loss_mask=sample.written_mask)
 
 
 def find_source_run(path: Path) -> RunDirectory | None:
-    """Returns the run to which a path (its folder, its `rollouts/` or a file there) belongs; None for other paths."""
+    """Returns the run if `path` is a run directory, its `rollouts/` folder or a file there; otherwise None."""
     path = path.expanduser().resolve()
     samples = path.parent if path.is_file() else path if path.name == ROLLOUTS_DIR else path / ROLLOUTS_DIR
     run = RunDirectory(samples.parent)
@@ -147,7 +147,7 @@ def find_source_run(path: Path) -> RunDirectory | None:
 
 
 def find_model_run(request: StartRequest) -> RunDirectory | None:
-    """Returns the run whose models are used: that of the samples, else that of the checkpoint."""
+    """Returns the run whose models are used: the run of the samples or, failing that, of the checkpoint."""
     run = None if request.rollouts is None else find_source_run(request.rollouts)
     return PolicyCheckpoint.open(request.checkpoint).run if run is None and request.checkpoint is not None else run
 
@@ -164,12 +164,12 @@ def read_replay(
     """Reads and checks every line of the files of a replay.
 
     Args:
-        rollouts: a file, or the folder of a run or of its files.
-        start: the checkpoint to start from, which fits the model.
-        target_run: the run that replays.
+        rollouts: a file, the directory of a run, or a folder of such files.
+        start: the checkpoint to start from, already checked against the model; None = the models' own weights.
+        target_run: the run that trains on the samples.
 
     Raises:
-        InputError: something cannot be replayed with this model and these settings.
+        InputError: a file cannot be replayed with this model and these settings.
     """
     run = find_source_run(rollouts)
     if run is not None and run.path == target_run.path.resolve():
@@ -211,17 +211,16 @@ def read_replay(
 
 
 def _ignored_fields(settings: Settings) -> frozenset[str]:
-    """Returns the fields that a replay under these settings ignores, because a step recomputes them."""
+    """Returns the fields that every replay under these settings ignores: steps recompute them or do not need them."""
     computed = frozenset({"policy_logprobs", "reference_logprobs", "values", "step"})
     return computed if settings.rollout.routing_replay else computed | ROUTES_FIELD
 
 
 def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Settings) -> Settings:
-    """Returns the settings under which a run sampled these files, with the commits of its hub models.
+    """Returns the settings under which a run sampled these files, with hub models pinned to the commits that it used.
 
     Raises:
-        InputError: they changed between these steps, or until the end of the run, whose settings a replay of several
-            files uses.
+        InputError: there are several files, and a setting that affects training changed after the first file's step.
     """
     history = SettingsHistory.read(run)
     drawn = [step_of_samples(path) or step for step, path in paths.items()]
@@ -231,14 +230,14 @@ def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Set
         if drawn[0] < step <= last and (change.is_decisive or changes_rates):
             raise InputError(
                 f"{OPTION}: the settings of {run.path} changed at step {step} ({change.to_text()}), but a replay "
-                "has the same settings for all steps; start with --checkpoint "
+                "uses the same settings for all steps; start with --checkpoint "
                 f"{run.checkpoints_dir / str(step - 1)}, or give the file of one step"
             )
     return pin_revisions(load(history.period_of(drawn[0]).file, [], {}).settings, run)
 
 
 def _deciding_rewards(settings: Settings) -> tuple[Any, ...]:
-    """Returns the settings that decide a sample's rewards, without the limits of plug-ins."""
+    """Returns the settings on which a sample's rewards depend; limits of plug-ins are not among them."""
     max_tokens = settings.rollout.max_new_tokens if settings.reward.overlong_buffer else None
     env = settings.env
     of_env = None if env.source is None else (env.source, env.weight, env.credit)
@@ -246,7 +245,7 @@ def _deciding_rewards(settings: Settings) -> tuple[Any, ...]:
 
 
 def _deciding_advantages(settings: Settings) -> tuple[Any, ...]:
-    """Returns the settings that, besides the rewards, decide the advantages that a plug-in returns."""
+    """Returns the settings, apart from those of rewards, on which the advantages of a plug-in depend."""
     algorithm = settings.algorithm
     penalty = (algorithm.kl_in, algorithm.beta, algorithm.kl_estimator, algorithm.kl_target, settings.reference)
     learned = (algorithm.filter, algorithm.mask_truncated, algorithm.whiten_advantages)
@@ -254,7 +253,7 @@ def _deciding_advantages(settings: Settings) -> tuple[Any, ...]:
 
 
 def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
-    """Returns the files by step, from the step after `after_step` to `steps`. A single file counts as the next step."""
+    """Returns the files of the steps `after_step` + 1 to `steps`, by step; a single file is for the first of them."""
     path = path.expanduser()
     if path.is_file():
         files = {after_step + 1: path}
@@ -298,8 +297,8 @@ def _read_step_file(
     """Reads and checks a file; returns it with its prompts.
 
     Args:
-        source: the settings of the run that wrote the file; None for other files, in which a prompt may have only one
-            group. In a run's file it may have several, of which only the first is used, as in the run.
+        source: the settings of the run that wrote the file; None for other files. Only in a run's file may a prompt
+            have several groups, of which the replay uses the first, as the run did.
     """
     digest = file_digest(path)
     prompts: dict[tuple[str, bytes], Prompt] = {}

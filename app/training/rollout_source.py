@@ -1,8 +1,8 @@
-"""Sources of the samples of a step, in rounds.
+"""Provides the samples of a step in rounds.
 
-A round is the samples of the next `rollout.prompts_per_step` prompts. `SyncRolloutSource` generates it with the policy
-of the step, `AsyncRolloutSource` generates it while earlier steps train, `ReplayRolloutSource` reads it from a file,
-and `GivenCompletions` takes it from the data.
+A round contains the samples of the next `rollout.prompts_per_step` prompts. `SyncRolloutSource` generates it with the
+policy of the step, `AsyncRolloutSource` generates it while earlier steps train, `ReplayRolloutSource` reads it from a
+file, and `GivenCompletions` takes it from the data.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from settings import Settings
 
 
 class RolloutSource(ABC):
-    """The interface from which steps take their samples. Methods that a source does not need do nothing."""
+    """Base class of the sources of samples. Methods that a source does not override do nothing."""
 
     num_prompts: int | None = None
-    """Number of prompts in an epoch; None if nothing is generated."""
+    """Number of prompts in an epoch; None for a replay."""
     num_ready = 0
-    """Number of rounds that were complete when a step requested its first one."""
+    """Number of complete rounds that were waiting when a step took its first round."""
     curriculum: PassRateOrder | None = None
-    """Samples the prompts by the pass rates of earlier steps; None without a curriculum."""
+    """Chooses prompts by the pass rates of earlier steps; None without a curriculum."""
 
     @abstractmethod
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
-        """Returns this host's samples of a round. All hosts call it together.
+        """Returns this host's samples of a round. All hosts must call it together.
 
         Args:
             params: the weights of the step's policy.
@@ -48,13 +48,13 @@ class RolloutSource(ABC):
         """
 
     def release_weights(self) -> None:  # noqa: B027
-        """Frees the weights that generated the rounds of the step; called once no other round follows."""
+        """Frees the generation weights of the step; called after its last round."""
 
     def compile(self) -> None:  # noqa: B027
-        """Compiles the programs of generation before the first round."""
+        """Compiles the programs of generation, before the first round."""
 
     def publish(self, params: Params, *, step: int) -> None:  # noqa: B027
-        """Receives the policy's weights after a step; the caller may donate them afterwards."""
+        """Receives the policy's weights after each step, without keeping references to these arrays."""
 
     def close(self) -> None:  # noqa: B027
         """Ends generation after the last step."""
@@ -62,37 +62,37 @@ class RolloutSource(ABC):
 
 @dataclass(frozen=True)
 class RoundPrompts:
-    """Selects the prompts of each round, for this host."""
+    """Selects this host's prompts of each round."""
 
     settings: Settings
     prompts: Sequence[Prompt]
 
     @cached_property
     def order(self) -> PromptOrder | MixtureOrder | PassRateOrder:
-        """The order in which all hosts take prompts; cached, because a curriculum draws each round only once."""
+        """The global order of prompts; cached, because a curriculum must keep the rounds that it has drawn."""
         return make_prompt_order(self.settings.data, self.prompts, seed=self.settings.run.seed)
 
     def prompts_at(self, position: int) -> list[Prompt]:
-        """Returns this host's prompts of the round that starts at a position of the global order."""
+        """Returns this host's prompts of the round that starts at `position` in the global order."""
         return [self.prompts[i] for i in self.rows_at(position)]
 
     def rows_at(self, position: int) -> Indices:
-        """Returns the indices of the prompts of `prompts_at` in the data."""
+        """Returns the indices into `prompts` of this host's prompts of the round that starts at `position`."""
         indices = self.order.row_indices(position, self.global_prompts_per_round)
         return host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
 
     @property
     def global_prompts_per_round(self) -> int:
-        """Number of prompts of a round over all hosts."""
+        """Number of prompts in a round on all hosts together."""
         return self.settings.rollout.prompts_per_step * jax.process_count()
 
     def first_group_id(self, number: int) -> int:
-        """Returns this host's first group id in a round; groups are numbered over all hosts."""
+        """Returns this host's first group id in the round with index `number`; all hosts' ids are distinct."""
         return (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
 
 
 class GeneratedRounds(RolloutSource):
-    """Rounds that a session generates.
+    """Base class of the sources whose rounds a session generates.
 
     Args:
         max_rounds: maximum number of rounds per step.
@@ -107,10 +107,10 @@ class GeneratedRounds(RolloutSource):
 
 
 class SyncRolloutSource(GeneratedRounds):
-    """Generates while training waits."""
+    """Generates each round when a step asks for it, while training waits."""
 
     _weights: DecodeWeights | None = None
-    """The weights of the step; freed after its last round, because rewards may need the memory."""
+    """The step's weights for generation; freed after its last round, because rewards may need the memory."""
 
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
         weights, self._weights = self._weights, None
@@ -140,9 +140,9 @@ class AsyncRolloutSource(GeneratedRounds):
 
     _generation: AsyncRollout | None = None
     _position = 0
-    """Position, in the global order of prompts, of the next round to submit."""
+    """Position of the next round to submit in the global order of prompts."""
     _num_waiting = 0
-    """Number of rounds submitted and not yet taken."""
+    """Number of submitted rounds that no step has taken yet."""
 
     @property
     def _max_staleness(self) -> int:
@@ -176,11 +176,11 @@ class AsyncRolloutSource(GeneratedRounds):
         self._submit_rounds(self._generation, self._max_staleness + 1, needed=self._needed_after(step))
 
     def _needed_after(self, step: int) -> int:
-        """Returns the number of rounds that the steps after this one may take."""
+        """Returns the maximum number of rounds that later steps can take."""
         return (self._session.settings.run.steps - step) * self._max_rounds
 
     def _submit_rounds(self, generation: AsyncRollout, max_pending: int, *, needed: int) -> None:
-        """Submits rounds until `max_pending` are pending, but not more than `needed`."""
+        """Submits rounds until min(`max_pending`, `needed`) rounds are pending."""
         while self._num_waiting < min(max_pending, needed):
             number = self._position // self._prompts.global_prompts_per_round
             generation.submit(self._prompts.prompts_at(self._position), noise_step=number)
@@ -193,7 +193,7 @@ class AsyncRolloutSource(GeneratedRounds):
 
 
 class ReplayRolloutSource(RolloutSource):
-    """Reads each step's only round from its file. Nothing is generated.
+    """Reads the only round of each step from the step's file.
 
     Each host takes an equal, contiguous part of the file's groups.
     """
@@ -211,7 +211,7 @@ class ReplayRolloutSource(RolloutSource):
 
 
 class GivenCompletions(RolloutSource):
-    """Takes each step's samples from the data, in the usual order of prompts, without generating."""
+    """Takes the samples of each step from the completions in the data, in the usual order of prompts."""
 
     def __init__(self, settings: Settings, samples: Sequence[Sample]) -> None:
         self._samples = samples
@@ -228,11 +228,11 @@ class GivenCompletions(RolloutSource):
 def make_rollout_source(
     session: Session, prompts: Sequence[Prompt], *, max_rounds: int, pass_rates: Mapping[str, float] | None = None
 ) -> RolloutSource:
-    """Returns an asynchronous source if `rollout.max_staleness` is above 0, else a synchronous one.
+    """Returns an asynchronous source if `rollout.max_staleness` is above 0, otherwise a synchronous source.
 
     Args:
         max_rounds: maximum number of rounds per step.
-        pass_rates: the pass rates of a resumed curriculum, by uid.
+        pass_rates: pass rates that a resumed run's curriculum has observed, by prompt uid.
     """
     round_prompts = RoundPrompts(session.settings, prompts)
     source_class = AsyncRolloutSource if session.generates_async else SyncRolloutSource

@@ -1,4 +1,4 @@
-"""The run directory of process 0, which all hosts use."""
+"""Gives all hosts access to the run directory of process 0."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from settings.schema.run import RunSettings
 log = logging.getLogger(__name__)
 
 RUN_FILES = ("settings.yaml", "sessions.jsonl", "model.json", "checkpoints/*/progress/*")
-"""Files of a run that a host reads before it continues it."""
+"""Files of a run that every host reads before the run continues."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
     run: RunDirectory
-    """The run of process 0; on a host that cannot see it, copies of its small files."""
+    """The run directory of process 0; on a host that does not see it, a folder with copies of `RUN_FILES`."""
     is_seen_by_all: bool
     """Whether all hosts see the run directory; otherwise process 0 keeps all files."""
     mirror: RunMirror | None
-    """Copies the run to its bucket after `start`; None without a bucket and except on process 0."""
+    """Copies the run to its bucket once started; None without a bucket, and on all processes except process 0."""
 
 
 @contextmanager
@@ -41,14 +41,14 @@ def take_run_directory(
 ) -> Iterator[tuple[Resolved, RunFolder]]:
     """Yields the settings with the run name of process 0, and the run's directory.
 
-    All hosts must enter the block together.
+    All hosts must enter the `with` block together.
 
     Args:
-        writes: whether the run will be written: this process then owns the copy in a bucket, and fetches it if it has a
-            newer checkpoint.
+        writes: whether the run will be written: process 0 then takes the lease of the copy in a bucket, and fetches
+            what the run directory lacks.
 
     Raises:
-        InputError: process 0 cannot write there, or another process or host is using the run.
+        InputError: the directory or bucket cannot be used, or another process or host is using the run.
     """
     own = RunDirectory.from_settings(resolved.settings.run)
     # A derived name depends on the runs that a host has; explicit names are compared later.
@@ -70,7 +70,7 @@ def take_run_directory(
 
 
 def _check_other_hosts(own: RunDirectory | None, run: RunDirectory) -> None:
-    """Raises InputError on all hosts if a host that does not see process 0's run has checkpoints of its own."""
+    """Raises InputError on all hosts if a host that does not see the run directory of process 0 has own checkpoints."""
     with error_barrier():
         if own is not None and own.has_checkpoint:
             raise InputError(
@@ -83,7 +83,7 @@ def _check_other_hosts(own: RunDirectory | None, run: RunDirectory) -> None:
 def _open_mirror(
     settings: RunSettings, run: RunDirectory, resume: Resume, stack: ExitStack, *, writes: bool
 ) -> RunMirror | None:
-    """Checks the bucket of the run; if the run will be written, takes its lease and fetches missing files."""
+    """Checks the bucket of the run, if any; with `writes`, also opens its mirror and fetches missing files."""
     if not is_address(settings.dir):
         return None
     bucket = bucket_of(settings)

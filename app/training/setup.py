@@ -1,4 +1,4 @@
-"""Setup of a run: all checks before it writes, loads or compiles; `--dry-run` makes the same checks."""
+"""Makes all checks of a run before it writes files, loads weights or compiles; `--dry-run` makes the same checks."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from settings.loading.printing import from_yaml
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run that has passed all checks. Nothing on disk has changed."""
+    """A run that has passed all checks, before it writes any file."""
 
     resolved: Resolved
     folder: RunFolder
     inputs: TrainingInputs
     rewards: RewardFunctions
-    """The reward functions, with their workers running."""
+    """The reward functions, whose worker processes have been started."""
     session: Session
     learning: LearnerGroup
-    """Advantages and updates; in a replay they may use the samples' saved advantages."""
+    """The advantage estimator and the learners; in a replay, the estimator may use saved advantages."""
     watchdog: Watchdog
     notes: tuple[str, ...]
-    """Notes for users about the mesh and the adapters."""
+    """Notes for users, for example about the mesh and the adapters."""
     allow_changed: Sequence[str] = ()
     """Settings and sections that a resumed run may change although they change what it learns."""
 
@@ -87,11 +87,10 @@ def prepare_run(
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
-    `compiles` is explained in `initialize_distributed`, `writes` in `take_run_directory`, the other arguments in
-    `train`.
+    For `compiles` see `initialize_distributed`, for `writes` see `take_run_directory`, for the others `train`.
 
     Raises:
-        InputError: one of these cannot be used, on this host or another, or the hosts have different inputs.
+        InputError: an input cannot be used on any of the hosts, or the inputs of the hosts differ.
     """
     with ExitStack() as stack:
         jax_startup.initialize_distributed(resolved.settings.mesh, compiles=compiles)
@@ -146,7 +145,7 @@ def prepare_run(
 
 
 def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
-    """Raises InputError if verl's name for the prompts of an optimizer step is used on several hosts."""
+    """Raises InputError if verl's name of `algorithm.mini_batch_prompts` is used on several hosts."""
     field = "algorithm.mini_batch_prompts"
     alias, count = resolved.aliases.get(field), resolved.settings.algorithm.mini_batch_prompts
     if alias is not None and count is not None and num_hosts > 1:
@@ -155,12 +154,12 @@ def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
             way_out = f"choose a multiple of {num_hosts}, and set {field} to it divided by {num_hosts}"
         raise InputError(
             f"{alias}: {count} ({resolved.origin(field)}) counts the prompts of all {num_hosts} hosts in verl, but "
-            f"{field} counts those of one host; {way_out}"
+            f"{field} counts the prompts of one host; {way_out}"
         )
 
 
 def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:
-    """Returns a line for each setting that changes if the run continues, and warnings about unknown earlier settings.
+    """Returns a line for each setting that differs from the run's last session, after warnings about lost settings.
 
     Raises:
         InputError: a change affects what the run learns and is not in `allowed`.
@@ -189,13 +188,12 @@ def open_session(
 ) -> tuple[Session, LearnerGroup]:
     """Builds the learners of a run, and opens its generators in the remaining memory.
 
-    With given or replayed samples, only evaluations generate.
+    If the samples are replayed or come from the data, only evaluations generate.
 
     Args:
         custom: the plug-in of `algorithm.estimator`; None without one.
         is_replay: whether samples are replayed.
-        must_fit: whether to refuse a teacher that does not fit in memory; reports accept it and show the missing
-            memory.
+        must_fit: whether to raise InputError for a teacher that does not fit in memory.
 
     Raises:
         InputError: the mesh cannot train under the settings.
@@ -233,7 +231,7 @@ def open_session(
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
-    """Returns the fingerprints of plug-in files, which can be computed before the model and the data are read."""
+    """Returns the fingerprints of plug-in files and of the newest checkpoint, for comparing the hosts early."""
     return {
         **plugin_file_digests("reward.functions", [one.function for one in settings.reward.functions]),
         **plugin_file_digests("algorithm.estimator", [settings.algorithm.estimator]),
@@ -244,14 +242,14 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
 
 
 def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str, ...]:
-    """Returns a note if a step has more prompts than the data; raises InputError if a curriculum draws them."""
+    """Returns a note if a step has more prompts than the data; raises InputError if a curriculum chooses prompts."""
     step = settings.rollout.prompts_per_step * jax.process_count()
     if step <= num_prompts:
         return ()
     if settings.data.curriculum != "none":
         raise InputError(
             f"data.curriculum: the prompts of a step, {step:,}, must differ, but data.source has only {num_prompts:,}; "
-            "lower rollout.prompts_per_step, add data, or set it to none"
+            "lower rollout.prompts_per_step, add data, or set data.curriculum to none"
         )
     return (
         f"a step has {step:,} prompts and data.source only {num_prompts:,}, so each prompt occurs "
@@ -260,7 +258,7 @@ def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str
 
 
 def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
-    """Returns notes for users: adapters, replicated weights, and the samples of a step over hosts."""
+    """Returns notes for users about hosts, adapters, teacher, replicated weights and generation."""
     mesh, rollout, of_teacher = session.mesh, settings.rollout, ()
     if (teacher := session.scoring.teacher) is not None:
         name, count = f"{teacher.files.name} ({teacher.architecture.family})", teacher.definition.num_parameters

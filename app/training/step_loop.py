@@ -1,4 +1,4 @@
-"""The loop over training steps, with evaluation, saving and stopping between them."""
+"""Runs the training steps, with evaluation, saving and stopping between them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ StepCallback = Callable[[Mapping[str, Any]], object]
 
 @dataclass
 class StepLoop:
-    """The loop over training steps, with evaluation, saving and stopping between them."""
+    """Runs the training steps, and evaluates, saves and stops between them."""
 
     setup: RunSetup
     trainer: Trainer
     state: RunState
     progress: TrainProgress
-    """The progress after the last completed step, which matches the state."""
+    """The progress after the last completed step, to which `state` belongs."""
     checkpoints: Checkpoints
     interrupts: PreemptionHandler
     reporter: RunReporter
@@ -53,10 +53,10 @@ class StepLoop:
     on_step: StepCallback | None = None
     has_looked_for_ends: bool = False
     early_end: str = ""
-    """Why the run ends before its last step; empty until then."""
+    """Why early stopping ends the run before its last step; empty if it does not."""
 
     def run(self) -> int:
-        """Runs to the last step or a stop, saves, and returns the exit code: 0, or 75 or 130 after a signal."""
+        """Runs to the last step or until stopped, saves, and returns the exit code: 0, or 75 or 130 after a signal."""
         decision = None
         try:
             self._start()
@@ -97,7 +97,7 @@ class StepLoop:
         return self.setup.steps[-1]
 
     def _start(self) -> None:
-        """Compiles, and evaluates if the start or an interrupted step still needs it."""
+        """Compiles generation, and runs the evaluation before step 1, or an evaluation that was interrupted."""
         display = self.reporter.display
         display.set_phase("compile")
         self.trainer.source.compile()
@@ -124,7 +124,7 @@ class StepLoop:
         self._check_early_stopping()
 
     def _step(self, step: int) -> None:
-        """Runs one step. Raises StoppedError on all hosts if it is interrupted, or after it if the run must stop."""
+        """Runs one step. Raises StoppedError on all hosts if a stop interrupts it or was requested by its end."""
         self.setup.watchdog.step = step
         self.profiler.start(step)
         timer = StepTimer(self.reporter.display)
@@ -168,7 +168,7 @@ class StepLoop:
             raise StoppedError
 
     def _decide(self, record: Mapping[str, Any]) -> StopDecision:
-        """Calls `on_step` and returns the decision of all hosts; an error of a host's callback is raised on all."""
+        """Calls `on_step` and returns the hosts' joint decision; if `on_step` raises on a host, all hosts raise."""
         ends, problem = False, None
         try:
             ends = self.on_step is not None and bool(self.on_step(record))
@@ -183,7 +183,10 @@ class StepLoop:
         return decision
 
     def _carried_progress(self) -> dict[str, Any]:
-        """Returns the changed fields of the progress, except step and evaluation. All hosts must call it together."""
+        """Returns the fields of the progress that each step changes, other than step, position and evaluations.
+
+        All hosts must call it together.
+        """
         lengths, curriculum = self.trainer.session.share_lengths(), self.trainer.source.curriculum
         return {
             "kl_coef": self.state.kl_coef,
@@ -193,7 +196,7 @@ class StepLoop:
         }
 
     def _add_evaluation(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Evaluates, and returns the step's record with the evaluation; if interrupted, it is repeated on resume."""
+        """Evaluates and returns the step's record with the results; an interrupted evaluation is repeated on resume."""
         self.progress = replace(self.progress, unevaluated=record)
         # A run that was resumed without evaluations skips the missing one.
         evaluation = self._evaluate(self.progress.step) if self.setup.inputs.eval_prompts else {}
@@ -201,7 +204,7 @@ class StepLoop:
         return {**record, **evaluation}
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """Runs an evaluation, reports it and returns its metrics."""
+        """Runs an evaluation, reports it as that of `step`, and returns its metrics."""
         start = time.perf_counter()
         session, display, prompts = self.trainer.session, self.reporter.display, self.setup.inputs.eval_prompts
         display.set_phase("evaluate")
@@ -224,7 +227,10 @@ class StepLoop:
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 
     def _look_for_ends(self, samples: Sequence[Sample]) -> None:
-        """Warns once if the first samples seem to end with a token that is not an EOS token. A collective call."""
+        """Warns once if the first samples seem to end with a token that is not an EOS token.
+
+        All hosts must call it together.
+        """
         if self.has_looked_for_ends:
             return
         self.has_looked_for_ends = True
@@ -233,7 +239,7 @@ class StepLoop:
         self.reporter.display.print_lines(gather_lines_to_process_0(notices))
 
     def _check_early_stopping(self) -> None:
-        """Sets `early_end` from the metrics of the run, which only process 0 has. All hosts call it together."""
+        """Sets `early_end` on all hosts, which must call it together, from the metrics that process 0 has."""
         if self.settings.run.early_stopping.patience is not None and self.progress.step < self.last_step:
             metric, patience = self.settings.checkpoint.best_metric, self.settings.run.early_stopping.patience
             reason = early_stopping_reason(self.reporter.run_log.history, metric=metric, patience=patience) or ""
@@ -247,7 +253,7 @@ class StepLoop:
 
 
 def _stop_message(progress: TrainProgress, steps: int, requesting_hosts: Sequence[int]) -> str:
-    """Returns the last line of a stopped run."""
+    """Returns the line that a stopped run prints last."""
     text = f"stopped after step {progress.step} of {steps}, which is saved; --resume auto continues"
     if progress.unevaluated is not None:
         text += ", with the evaluation of that step"

@@ -1,4 +1,4 @@
-"""The stages of a step that extend its samples: rewards, and the logprobs and values that updates need."""
+"""Implements the stages of a step that add rewards, logprobs and values to its samples."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class RewardStage:
     """Rewards the samples of a step, round by round."""
 
     compute_rewards: ComputeRewards
-    """Computes the rewards, or reuses the saved ones."""
+    """Computes the rewards or, in a replay, reuses saved rewards."""
     num_steps: int
-    """Number of steps of the run."""
+    """Number of training steps of the run, which reward functions can read."""
     model: RewardModel | None = None
     check: Callable[[RewardedSamples], None] = check_rewards
     """Raises `RewardError` if training cannot continue with the rewards of a round."""
@@ -67,12 +67,12 @@ class RewardStage:
 
 
 def model_passes(rounds: Sequence[RewardedRound]) -> list[RewardPass]:
-    """Returns the reward model's passes of a step; empty without a reward model."""
+    """Returns the reward model's passes in these rounds; empty without a reward model."""
     return [one.model_pass for one in rounds if one.model_pass is not None]
 
 
 def reward_stage_metrics(rounds: Sequence[RewardedRound], timer: StepTimer) -> dict[str, float]:
-    """Returns the metrics of all rounds of a step, over all hosts."""
+    """Returns the reward metrics of all rounds of a step, over all hosts."""
     seconds = timer.seconds.get("time/score_reward_s", 0.0)
     counts = reward_counts(merge_rewarded([one.rewarded for one in rounds]))
     return counts | reward_model_metrics(model_passes(rounds), seconds=seconds)
@@ -85,18 +85,18 @@ class ScoreStage:
     session: ScoringSession
     batchers: Mapping[ScoredRole, MicroBatcher]
     reference_params: Params | None
-    """Reference weights, possibly in host memory; None if `algorithm.beta` is 0."""
+    """Weights of the reference, possibly in host memory; None if it is not scored."""
 
     def __call__(
         self, state: RunState, samples: list[Sample], mini_batches: Sequence[np.ndarray], timer: StepTimer
     ) -> tuple[list[Sample], dict[str, float]]:
-        """Returns the samples with their logprobs and values, and the metrics of the passes.
+        """Returns the samples with the logprobs and values of all scored roles, and the metrics of the passes.
 
-        Each mini-batch of the first epoch is scored separately, so that scoring and update, with equal token quotas,
-        compute the same packed rows.
+        Each mini-batch of the first epoch is scored separately, so that scoring packs the same rows as the update if
+        their token quotas are equal.
 
         Args:
-            mini_batches: the indices of the samples in each mini-batch.
+            mini_batches: the indices of the samples in each mini-batch of the first epoch.
         """
         metrics: dict[str, float] = {}
         with timer.phase("score"):
@@ -118,7 +118,7 @@ class ScoreStage:
         return samples, metrics
 
     def _params_for_role(self, role: ScoredRole, state: RunState) -> Params:
-        """Returns the weights that score for a role, on the devices."""
+        """Returns the weights of a role's network, in device memory."""
         if role == "reference":
             return to_device_memory(self.reference_params)
         if role == "policy":

@@ -1,4 +1,4 @@
-"""A training run from launch to its last step, or until it is stopped."""
+"""Runs training from launch to the last step, or until it is stopped."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class TrainingRun:
     path: Path
     """The run directory."""
     metrics: Sequence[Mapping[str, Any]] = field(repr=False)
-    """The lines of `metrics.jsonl`; empty on all processes but process 0."""
+    """The lines of `metrics.jsonl`; empty on all processes except process 0."""
     is_complete: bool
-    """False if a signal or `on_step` ended the run before its last step, with a checkpoint."""
+    """False if a signal or `on_step` ended the run before its last step; a checkpoint is then saved."""
     exit_code: int
     """Exit code of the process: 0, or after a signal 75 or 130."""
     best: BestCheckpoint | None
     """Step, metric and value of the best evaluation, whose checkpoint is `checkpoints/best`. Step 0 is the model before
     training."""
     early_end: str
-    """Why evaluations ended the run early; empty if they did not."""
+    """Why early stopping ended the run; empty if it did not."""
 
 
 def train(
@@ -68,15 +68,15 @@ def train(
     """Trains to `run.steps`, starting or continuing a run as `resume` says (see `grpo.train`).
 
     Args:
-        start_request: what the run starts from, and files of samples to train on.
+        start_request: the checkpoint to start from, and the saved samples to train on.
         allow_changed: settings and sections that a resumed run may change although they change what it learns.
         on_step: called on every host; a true value on any of them ends the run with a checkpoint.
         clock: returns the time in seconds, for `checkpoint.every_minutes`; only the clock of process 0 is used.
 
     Raises:
         InputError: an input cannot be used; nothing on disk has changed.
-        RuntimeError: too many non-finite updates in a row, or unusable rewards; in the latter case, the last complete
-            step is saved.
+        RuntimeError: too many non-finite updates in a row, or unusable rewards, after which the last complete step is
+            saved.
     """
     with ExitStack() as stack:
         setup = stack.enter_context(

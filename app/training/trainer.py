@@ -1,4 +1,4 @@
-"""The training step: take -> reward -> fill -> score -> advantage -> update -> publish."""
+"""Runs a training step: take -> reward -> fill -> score -> advantage -> update -> publish."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trainer:
     reward_functions: RewardFunctions
     """The run's reward functions; a replay of saved rewards calls them only in evaluations."""
     last_schedule: tuple[int, Sequence[EventRecord], ScheduleMetrics] | None = None
-    """The last step, and the schedule of this host's last rollout in it; None with asynchronous rollouts."""
+    """(step, events, metrics) of this host's last scheduled rollout; None with asynchronous rollouts."""
 
     @property
     def settings(self) -> Settings:
@@ -47,7 +47,10 @@ class Trainer:
     def step(
         self, state: RunState, *, step: int, position: int, timer: StepTimer
     ) -> tuple[RunState, list[Sample], Metrics]:
-        """Runs one training step. `position` is the number of prompts taken before it.
+        """Runs one training step; returns the new state, this host's samples and the metrics.
+
+        Args:
+            position: number of prompts that earlier steps took.
 
         Raises:
             StoppedError: generation was stopped, on this host or another; the state is unchanged.
@@ -75,14 +78,14 @@ class Trainer:
         return state, samples, {**filled, **scored, **advantages, **updated, **measured}
 
     def take(self, state: RunState, *, step: int, position: int, number: int, timer: StepTimer) -> list[Sample]:
-        """Returns this host's samples of the step's round with this index (0, 1, ...)."""
+        """Returns this host's samples of the step's round with index `number` (0, 1, ...)."""
         # The wait for the slowest host is part of the phase.
         with timer.phase("rollout"), cancellation_barrier():
             policy = self.session.scoring.full_params(state.policy.params)
             return self.source.take(policy, step=step, position=position, number=number)
 
     def publish(self, state: RunState, *, step: int, timer: StepTimer) -> None:
-        """Publishes the step's policy, if generation runs during training."""
+        """Passes the updated policy to the rollout source if rollouts are asynchronous."""
         if self.session.generates_async:
             with timer.phase("publish"):
                 self.source.publish(self.session.scoring.full_params(state.policy.params), step=step)
@@ -90,7 +93,7 @@ class Trainer:
     def measure(
         self, rounds: Sequence[RewardedRound], samples: Sequence[Sample], *, step: int, timer: StepTimer
     ) -> Metrics:
-        """Returns the metrics of generation, rewards and work in a step, over all hosts.
+        """Returns the metrics of a step's generation, rewards, tokens and FLOPs, over all hosts.
 
         Args:
             samples: the samples that the step used for training.
@@ -117,7 +120,7 @@ class Trainer:
         return {name: value for part in parts for name, value in part.items()}
 
     def timeline(self) -> Timeline | None:
-        """Returns the timeline of this host's last rollout of the last step, if there is one."""
+        """Returns the timeline of this host's last scheduled rollout, if there is one."""
         if self.last_schedule is None or self.session.workers is None:
             return None
         step, records, metrics = self.last_schedule
@@ -127,7 +130,7 @@ class Trainer:
     def work_metrics(
         self, sampled: Sequence[Sample], learned: Sequence[Sample], rounds: Sequence[RewardedRound], *, step: int
     ) -> dict[str, float]:
-        """Returns the tokens and FLOPs of a step, over all hosts; this is a collective call."""
+        """Returns the tokens and FLOPs of a step, over all hosts, which must call it together."""
         (of_rollout, _), (of_update, _) = map(gather_lengths, (sampled, learned))
         reward_model = self.reward.model and self.reward.model.spec
         trains_policy = self.learners.trains_policy(step)
@@ -140,7 +143,7 @@ class Trainer:
 
 
 class SupervisedTrainer(Trainer):
-    """The stages of a step on given completions: take -> update."""
+    """The stages of a supervised step on the completions in the data: take -> update."""
 
     def step(
         self, state: RunState, *, step: int, position: int, timer: StepTimer
