@@ -1,1 +1,1 @@
-"""The commands, one file each: a command parses options, resolves settings, calls its package and prints the result."""
+"""The commands, one file each: parse options, resolve settings, call the package that does the work, and print."""

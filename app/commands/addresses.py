@@ -115,7 +115,7 @@ def _load(options: Mapping[str, Any], *, is_early: bool = False) -> Resolved:
     """Loads the settings of a command.
 
     Args:
-        is_early: whether this host may still lack the run whose settings are used if there is no `--config`.
+        is_early: whether the run whose settings replace a missing `--config` may not be on this host yet.
     """
     base, given = options.get("--config"), {option: options.get(option) for option in OF_CHECKPOINTS}
     runs = {option: next(iter(value), None) if isinstance(value, list) else value for option, value in given.items()}

@@ -198,7 +198,7 @@ def require_path(path: Path | None, option: str) -> Path:
 
 
 def runs_alone(mesh: MeshSettings) -> bool:
-    """Returns whether no other host can join. JAX is not loaded yet, so any TPU may have other hosts."""
+    """Returns whether no other host can join. JAX is not loaded yet, so a TPU host counts as one of several."""
     return mesh.coordinator_address is None and not (mesh.platform in ("auto", "tpu") and may_have("tpu"))
 
 

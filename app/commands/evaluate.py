@@ -46,9 +46,9 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out prompts, or compare results.
 
-    Reports accuracy, pass@k, maj@k, format and truncation with 95 % intervals.
-    Uses data.eval_*, eval.* and the first of reward.functions, as training does. pass@k and maj@k need
-    eval.num_samples above 1 and eval.temperature above 0.
+    Reports accuracy, pass@k, maj@k, format rate and truncated fraction with 95 % intervals. Uses data.eval_*, eval.*
+    and the first of reward.functions, as training does. pass@k and maj@k need eval.num_samples above 1 and
+    eval.temperature above 0.
     """
     if compare is not None:
         given = {"--config": config, "--set": overrides, "--print-config": print_config}

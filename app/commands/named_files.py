@@ -21,7 +21,7 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
     """Checks the run directory and, unless samples are replayed, the files of `check_named_files`.
 
     Raises:
-        InputError: a run cannot start there, or a file does not exist.
+        InputError: the run cannot start in its directory, or a file does not exist.
     """
     if runs_alone(settings.mesh):
         run, is_mirrored = RunDirectory.from_settings(settings.run), is_address(settings.run.dir)
@@ -41,7 +41,7 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
 
 
 def finished_history(settings: Settings) -> History | None:
-    """Returns the metrics of a finished run, whose last step is saved and evaluated; None for any other run."""
+    """Returns the metrics of a finished run; None for any other run, and with several hosts or a bucket."""
     run, last = RunDirectory.from_settings(settings.run), settings.run.steps
     if not runs_alone(settings.mesh) or max(run.checkpoint_steps, default=0) < last:
         return None

@@ -21,7 +21,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the report pages of a run from its other files."""
+    """Write the HTML report of a run from its other files."""
     from app.report.write_report import write_report
 
     summary = write_report(run) if samples is None else write_report(run, num_samples=samples)

@@ -81,7 +81,7 @@ def _is_in_split(problems: Problems, split: str) -> Bool[np.ndarray, "P"]:
 
 
 def _splitmix64(key: UInt64[np.ndarray, "P"]) -> UInt64[np.ndarray, "P"]:
-    """SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
+    """Hashes with SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
     key = key + np.uint64(0x9E3779B97F4A7C15)
     key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

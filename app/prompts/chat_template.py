@@ -35,7 +35,7 @@ MARKS = ("\U000f0000", "\U000f0001")
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer; renders the same text and ids as transformers' `apply_chat_template`.
+    """A tokenizer's chat template, which renders the same text and ids as transformers' `apply_chat_template`.
 
     Only the template inserts control tokens: their names in a message or a tool, such as `<|im_end|>`, become text.
     Control tokens are special tokens, tokens that the template writes around messages (DeepSeek's user token is not

@@ -1,4 +1,4 @@
-"""Data sets of questions and reference answers: JSON Lines, Parquet, or the Hugging Face hub."""
+"""Reads data sets of questions and reference answers from JSON Lines, Parquet or the Hugging Face hub."""
 
 from __future__ import annotations
 

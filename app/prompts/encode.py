@@ -73,7 +73,8 @@ OPEN_END = re.compile(r"(?i)(\bassistant:|<think>)\s*\Z")
 
 
 def misread_prompts(rows: Sequence[DatasetRow], template: ChatTemplate, data: DataSettings) -> tuple[str, str] | None:
-    """Returns why prompts or template variables may not suit the chat template, and what to set; None if they do."""
+    """Returns why prompts or template variables may not suit the template, and what to set; None if nothing is
+    wrong."""
     if data.chat_template == "none":
         return None
     if template.unread_kwargs:

@@ -42,7 +42,7 @@ class Tokenizer:
         eos_tokens: texts and ids of additional tokens that end a completion.
 
     Raises:
-        InputError: there is no EOS token.
+        InputError: there is no EOS token, or an entry of `eos_tokens` is not a single token.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ class Tokenizer:
 
 
 def whole_text_ids(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Returns the ids of text after the tokenizer's BOS token; names of control tokens become these tokens.
+    """Returns the ids of a text with the tokenizer's BOS token before it; names of control tokens become these tokens.
 
-    This is how TRL encodes text prompts, but without a second BOS token if the text already starts with one.
+    TRL encodes text prompts in this way, but adds a second BOS token to a text that already starts with one.
     """
     bos = hf_tokenizer.bos_token
     has_start = bool(bos) and text.startswith(str(bos))

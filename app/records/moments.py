@@ -13,7 +13,7 @@ EPSILON = 1e-8
 
 
 class Moments(NamedTuple):
-    """The count, mean and squared deviations of a set of numbers; all 0 for no numbers. See `merge_moments`."""
+    """The count, mean and sum of squared deviations of a set of numbers; all 0 for no numbers."""
 
     count: float
     mean: float

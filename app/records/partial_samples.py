@@ -36,7 +36,7 @@ class PartialSamples:
         return json.dumps({"format": FORMAT, "identity": dict(self.identity)})
 
     def read(self, prompts: Sequence[Prompt], *, num_samples: int) -> dict[str, Sample]:
-        """Returns these prompts' samples in the part files visible to this host, by uid.
+        """Returns the samples of the prompts, by uid, from the part files visible to this host.
 
         Damaged lines are skipped.
 
@@ -61,7 +61,7 @@ class PartialSamples:
         return found
 
     def _has_header(self, path: Path) -> bool:
-        """Returns whether a part file has a header, and checks it."""
+        """Returns whether a part file has a header; raises InputError if the header is of another rollout."""
         with path.open("rb") as file:
             header = file.readline()
         if not header.endswith(b"\n") and b'{"'.startswith(header[:2]):
@@ -128,7 +128,7 @@ class PartFile:
         self._file.close()
 
     def append(self, sample: Sample) -> None:
-        """Writes a sample, which then survives the end of this process."""
+        """Writes and flushes a sample, so that it is kept if this process is killed."""
         if not self._file.tell():
             self._file.write(f"{self._header}\n".encode())
         record = sample_to_record(sample)
@@ -151,7 +151,7 @@ def part_path(out: Path) -> Path:
 
 
 def part_paths(out: Path) -> list[Path]:
-    """Returns the part files of `out` that exist, of all hosts of this run and of runs on other numbers of hosts."""
+    """Returns the existing part files of `out`, whatever the number of hosts that wrote them."""
     per_host = out.parent.glob(f"{glob.escape(out.name)}.host_*_of_*{PART_SUFFIX}")
     return [path for path in (part_path(out), *sorted(per_host)) if path.is_file()]
 

@@ -62,7 +62,7 @@ class RunDirectory:
 
     @property
     def model_path(self) -> Path:
-        """File with the commits of the run's hub models."""
+        """File with the Hugging Face commit of each model that the run uses."""
         return self.path / "model.json"
 
     @property
@@ -111,7 +111,7 @@ class RunDirectory:
 
     @property
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the checkpoints, in no order and unverified."""
+        """The steps of the checkpoint folders, unsorted; their content is not checked."""
         children = self.checkpoints_dir.iterdir() if self.checkpoints_dir.is_dir() else ()
         return [int(child.name) for child in children if child.name.isdigit()]
 
@@ -140,7 +140,7 @@ class RunDirectory:
 def with_run_name(resolved: Resolved, resume: Resume, names: Iterable[str] = ()) -> Resolved:
     """Returns the settings with the name of the run to start or, if a run may be resumed, of the newest run.
 
-    Only a derived name changes: a second run of `quickstart-seed0` is `quickstart-seed0-2`.
+    Only a name that was not set explicitly changes: a second run of `quickstart-seed0` is `quickstart-seed0-2`.
 
     Args:
         names: runs in other places, such as a bucket.
@@ -215,8 +215,8 @@ def lock_run_directory(run: RunDirectory, *, waits: bool = False) -> IO[bytes]:
         waits: whether to wait until no other process has locked it.
 
     Raises:
-        RunInUseError: another process has locked it.
-        InputError: it cannot be written.
+        RunInUseError: another process has locked it, and `waits` is False.
+        InputError: the directory cannot be created or written to.
     """
     try:
         run.path.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A question after templating and tokenization; made by `app.prompts`."""
+    """A question, rendered with the chat template and tokenized by `app.prompts`."""
 
     uid: str
     """The name of the data set's row. The random numbers of sampling depend on it, and so not on the order of
@@ -163,7 +163,7 @@ class Sample:
         return f"{self.prompt.uid}/s{self.sample_index}"
 
     def with_prompt(self, prompt: Prompt) -> Sample | None:
-        """Returns this sample, which was read from a file, with `prompt` in full; None if it belongs to another prompt.
+        """Returns this sample, read from a file, with the complete `prompt`; None if it belongs to another prompt.
 
         Tokens with which an environment opened the conversation are kept.
         """
@@ -193,7 +193,7 @@ class Sample:
 
     @property
     def turn_places(self) -> Int64[np.ndarray, "turns"]:
-        """The index of the last token in the loss of each turn; empty if no token of the sample is in the loss.
+        """For each turn, the index of its last token in the loss; empty if no token of the sample is in the loss.
 
         A turn without such a token gets the index of an earlier turn, or else of the sample's first token in the loss.
         Without an episode, there is one turn.
@@ -215,13 +215,13 @@ class Sample:
 
     @property
     def token_values(self) -> Float32[np.ndarray, "C"]:
-        """The values of the states before tokens, without the value after the last token. Requires `values`."""
+        """The value of the state before each token, without the value after the last token. Requires `values`."""
         assert self.values is not None
         return self.values[: len(self.completion_ids)]
 
     @property
     def mask(self) -> Bool[np.ndarray, "C"]:
-        """The tokens that losses and means include: `loss_mask`, or all tokens without one."""
+        """True on tokens that losses and means include: `loss_mask`, or all True if that is None."""
         if self.loss_mask is None:
             return np.ones(len(self.completion_ids), bool)
         return self.loss_mask

@@ -121,7 +121,7 @@ def _last_values(steps: Sequence[MetricsRecord], name: str, count: int) -> np.nd
 
 
 def _since_start(steps: Sequence[MetricsRecord], name: str, count: int) -> np.ndarray | None:
-    """Returns the values of the last `count` steps, or of all steps of a shorter run."""
+    """Returns a metric's values in the last `count` steps, or in all steps if there are fewer."""
     return _last_values(steps, name, min(count, len(steps)))
 
 

@@ -1,4 +1,4 @@
-"""The plots of a run in the order of its page, with titles and captions, drawn on matplotlib figures."""
+"""The plots of a run in the order of its report page, with titles and captions, drawn on matplotlib figures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Panel:
         return bool(self.series(history))
 
     def series(self, history: History) -> dict[str, Series]:
-        """Returns the values of the metrics with data, by label."""
+        """Returns the series of each metric that has data, by the metric's label."""
         labels: dict[str, str] = {}
         for name, label in self.metrics.items():
             prefix, is_pattern, _ = name.partition("*")

@@ -27,7 +27,7 @@ class NonDefaultSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of a run, except for its samples, which are read as needed."""
+    """The contents of a run's files, and the paths of its sample files."""
 
     path: Path
     history: History
@@ -86,7 +86,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _read_metrics(path: Path) -> list[MetricsRecord]:
-    """Reads every complete line. A last line without a newline is still being written, or its run was killed."""
+    """Returns the lines of `metrics.jsonl`, except a last one that a running or killed process left incomplete."""
     lines = list(read_jsonl_tolerant(path))
     if lines and isinstance(lines[-1][1], InputError) and not path.read_bytes().endswith(b"\n"):
         lines.pop()

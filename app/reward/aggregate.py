@@ -40,7 +40,7 @@ ALL_ABSTAINED = Failure("no reward", "every reward function abstained")
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """The result of a reward function for a sample: a value or a failure; with neither, the function abstained."""
+    """The result of a reward function for a sample: a value, a failure, or neither if the function abstained."""
 
     value: Number | None = None
     token_values: Sequence[Number] | None = None

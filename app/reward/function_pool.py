@@ -134,7 +134,7 @@ class InProcessPool:
         self._callable = _callables[name]
 
     def load(self) -> dict[str, Any]:
-        """Returns the description of the function. Raises LoadError if its signature cannot be read."""
+        """Describes the function as a worker does. Raises LoadError if its signature cannot be read."""
         return {"parameters": describe_parameters(self._callable), "unlimited": ()}
 
     def run(self, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
@@ -150,6 +150,6 @@ class InProcessPool:
 
 
 def read_outcomes(answer: Mapping[str, Any]) -> list[RewardOutcome]:
-    """Validates a worker's answer and returns its outcomes; raises an error listed in `Job.read` if it is invalid."""
+    """Returns the outcomes in a worker's answer; raises one of the errors listed in `Job.read` if it is invalid."""
     outcomes = OUTCOMES.validate_python(answer["outcomes"])
     return [replace(one, failure=read_failure(one.failure)) if one.failure else one for one in outcomes]

@@ -1,4 +1,4 @@
-r"""Grade-school mathematics: correctness and format of the final number.
+r"""Rewards for grade-school mathematics: correctness and format of the final number.
 
 An answer is marked as `#### n`, as in GSM8K, or `\boxed{n}`. The last mark counts. A mark without a number, such as the
 Markdown heading `#### Step by step`, is ignored.

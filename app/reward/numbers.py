@@ -26,7 +26,7 @@ _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 
 
 def _pattern(*separators: str) -> str:
-    """Returns the pattern of a number, with optional groups of three digits; usable once within another pattern."""
+    """Returns the pattern of a number whose separators divide groups of three digits. It contains named groups."""
     groups = "".join(rf"[0-9]{{1,3}}(?:{separator}[0-9]{{3}}){{1,40}}+|" for separator in separators)
     unsigned = rf"(?:(?:{groups}[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]{{1,2}}(?!{_WORD}))?"
     return (

@@ -103,7 +103,7 @@ class PlugIn:
 
         Raises:
             WorkersLostError: a worker died, and two attempts to start a new one failed.
-            UnassignableRewardsError: a list's length differs from the number of samples.
+            UnassignableRewardsError: the function returned a list of the wrong length.
         """
         outcomes: list[RewardOutcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))

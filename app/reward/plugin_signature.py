@@ -91,7 +91,7 @@ class DataColumns:
 
 @dataclass(frozen=True, slots=True)
 class PlugInSignature:
-    """The style of a function and the names of its arguments."""
+    """The calling style of a function, and the names of the arguments to pass."""
 
     style: StyleName
     arguments: tuple[str, ...]

@@ -76,7 +76,7 @@ class EnvironmentReward:
         return [RewardOutcome(_episode(sample).reward) for sample in samples]
 
     def set_token_rewards(self, sample: Sample) -> Sample:
-        """Returns the sample with its reward on the tokens that earned it, for `rewards_turns`.
+        """Returns the sample with `token_rewards`; unchanged if it has no reward or no token in the loss.
 
         The reward of a turn is on the policy's last token in the turn; the rest of `Sample.reward` is on the policy's
         last token in the sample.
@@ -127,13 +127,13 @@ class OverlongPenalty:
 
 
 class RewardFunctions:
-    """Context manager for the functions in `reward.functions`, with their worker processes, and other rewards.
+    """Context manager that runs the worker processes of `reward.functions`, and computes all rewards of samples.
 
     Args:
         columns: columns of the training data available to plug-ins.
         held_out_columns: columns of the evaluation data; None if no held-out samples are graded.
         overlong: length penalty in training; None for no penalty.
-        environment: the reward of `env.source`; None without it.
+        environment: the reward of the environment; None without `env.source`.
 
     Raises:
         InputError: on entry, if a function cannot be used; no worker process is left running.
@@ -300,7 +300,7 @@ def accuracy_function_name(settings: RewardSettings) -> str:
 
 
 def has_saved_reward(sample: Sample) -> bool:
-    """Returns whether a sample has a saved reward, or was dropped and cannot have one."""
+    """Returns whether a sample has a saved reward, or was dropped and therefore has none."""
     return (
         sample.reward is not None or was_dropped_in_rollout(sample) or sample.finish_reason == NO_REWARD_FINISH_REASON
     )
