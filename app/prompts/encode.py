@@ -73,8 +73,7 @@ OPEN_END = re.compile(r"(?i)(\bassistant:|<think>)\s*\Z")
 
 
 def misread_prompts(rows: Sequence[DatasetRow], template: ChatTemplate, data: DataSettings) -> tuple[str, str] | None:
-    """Returns why prompts or template variables may not suit the template, and what to set; None if nothing is
-    wrong."""
+    """Returns why prompts or template variables may not suit the template, and what to set; None if all do."""
     if data.chat_template == "none":
         return None
     if template.unread_kwargs:
