@@ -1,4 +1,4 @@
-"""API keys, which come from the environment or a `.env` and never appear in settings, logs, argv or run files."""
+"""Loads API keys from the environment or a `.env`, and keeps them out of settings, logs, argv and run files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FALLBACK_DOTENVS = (Path(__file__).parents[1] / ".env", Path("/root/.env"))
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
 PRINTABLE_NAME = re.compile("[A-Z][A-Z0-9_]*")
-"""Names in a `.env` that notices may show. Others may be keys, as base64 may contain `=`, and are only counted."""
+"""Pattern of names in a `.env` that notices may show. Others may be parts of keys and are only counted."""
 _further_secrets: set[str] = set()
 
 

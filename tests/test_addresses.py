@@ -16,7 +16,7 @@ from tests.tracking.buckets import bucket_server
 
 PLACE = "gs://bucket/place"
 ELSEWHERE = f"{PLACE}/file.jsonl"
-NO_ADDRESS = "expected a local path, or a name, instead of an address (`gcloud storage cp` and `aws s3 cp` copy"
+NO_ADDRESS = "expected a local path or a name, not an address (copy files from or to a bucket with `gcloud"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_run_in_a_bucket_is_fetched_if_an_option_names_it(finished: Path, tmp_
 def test_python_functions_accept_the_same_addresses_as_commands() -> None:
     with pytest.raises(InputError, match=r"^checkpoint: there is no run at gs://bucket/place; "):
         grpo.evaluate(checkpoint=PLACE)
-    with pytest.raises(InputError, match=r"^out: expected a local path, or a name, instead of an address"):
+    with pytest.raises(InputError, match=r"^out: expected a local path or a name, not an address"):
         grpo.rollout(limit=1, out=ELSEWHERE)
 
 

@@ -204,6 +204,5 @@ def _fetch(option: str, address: str) -> Path:
                     print_notices([f"{option}: {line}"])
             return local_folder(address)
     raise InputError(
-        f"{option}: there is no run at {address}; correct the address, or copy other files yourself, since only runs "
-        f"are fetched ({COPYING})"
+        f"{option}: there is no run at {address}; correct the address, or, since only runs are fetched, {COPYING}"
     )

@@ -1,4 +1,4 @@
-"""The checks of settings that each command runs before it starts.
+"""Defines which checks of settings each command runs before it starts.
 
 Checks that need a model file, a data set or a device are next to the code that uses it.
 """
@@ -77,19 +77,19 @@ TRAIN_CHECKS = (*LEARNING_CHECKS, *SIZE_CHECKS)
 
 
 check_hosts = partial(_run_checks, checks=(_check_hosts,))
-"""Raises InputError listing the problems of settings with which hosts join each other."""
+"""Raises InputError listing all problems of the settings by which hosts join each other."""
 
 check_for_train = partial(_run_checks, checks=(*TRAIN_CHECKS, _check_no_pretend))
 """Raises InputError listing everything that prevents training with these settings."""
 
 check_for_dry_run = partial(_run_checks, checks=TRAIN_CHECKS)
-"""Like `check_for_train`, but accepts simulated devices."""
+"""Raises InputError listing everything that prevents a dry run, which may simulate its devices."""
 
 check_for_inspect_mesh = partial(_run_checks, checks=SIZE_CHECKS)
-"""Raises InputError listing the problems of settings that determine sizes."""
+"""Raises InputError listing all problems of the settings that determine the sizes of a run."""
 
 check_for_mesh = partial(_run_checks, checks=(_check_hosts, _check_no_pretend))
-"""Raises InputError listing problems of devices and hosts; for commands whose input determines sequence lengths."""
+"""Raises InputError listing all problems of hosts and devices, for commands whose input determines sequence lengths."""
 
 check_for_rollout = partial(_run_checks, checks=SAMPLING_CHECKS)
 check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, check_judge, *SAMPLING_CHECKS))

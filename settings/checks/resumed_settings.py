@@ -1,4 +1,4 @@
-"""Checks which settings have changed when a run is resumed."""
+"""Finds settings that have changed when a run is resumed, and refuses changes that affect what it learns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SettingChange(NamedTuple):
 def changed_settings(
     before: Mapping[str, tuple[Any, str]], after: Mapping[str, tuple[Any, str]]
 ) -> list[SettingChange]:
-    """Returns the settings that differ between two mappings, except `PLACE_OF_RUN` and those in only one mapping.
+    """Returns the settings whose values differ, except `PLACE_OF_RUN` and settings that only one mapping contains.
 
     Args:
         before: settings of the run so far: dotted name -> (value, provenance), as `from_yaml` returns them.
@@ -72,7 +72,7 @@ def changed_settings(
 
 
 def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) -> None:
-    """Raises InputError if a change affects what the run learns and neither its name nor its section is `allowed`."""
+    """Raises InputError if a change affects what the run learns and neither setting nor section is in `allowed`."""
     for name in allowed:
         if name not in FIELDS and name not in SECTIONS:
             raise InputError(f"{OPTION}: there is no setting or section {name}{suggest_fields(name)[1]}")
@@ -90,6 +90,6 @@ def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) ->
 
 
 def is_in(name: str, settings: Collection[str]) -> bool:
-    """Returns whether a setting or one of its sections is among `settings`."""
+    """Returns whether a dotted name, or a section that contains it, is among `settings`."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in settings for count in range(1, len(parts) + 1))

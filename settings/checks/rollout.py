@@ -1,4 +1,4 @@
-"""Checks of segments, P-DSR, workers, environments and staleness; each works as in `settings.checks.training`."""
+"""Checks of workers, chat template, environments and staleness; they yield messages like `settings.checks.training`."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def check_batch(resolved: Resolved) -> Iterator[str]:
         divisors = [size for size in range(1, step + 1) if step % size == 0]
         above = next((place for place, size in enumerate(divisors) if size > mini_batch), len(divisors))
         yield (
-            "<algorithm.mini_batch_prompts> does not divide <rollout.prompts_per_step>; the nearest divisors: "
-            f"{' or '.join(map(str, divisors[above - 1 : above + 1]))}"
+            "<algorithm.mini_batch_prompts> does not divide <rollout.prompts_per_step>; set the former to a divisor, "
+            f"such as {' or '.join(map(str, divisors[above - 1 : above + 1]))}"
         )
 
 
@@ -252,10 +252,10 @@ def check_penalty(resolved: Resolved) -> Iterator[str]:
 def check_run(resolved: Resolved) -> Iterator[str]:
     settings, steps, updates = resolved.settings, resolved.settings.run.steps, resolved.settings.num_policy_updates
     if steps * settings.updates_per_step >= 2**31:
-        yield "<run.steps> and <algorithm.epochs> give more optimizer steps than the schedule can count; lower one"
+        yield "<run.steps> and <algorithm.epochs> give more than 2,147,483,647 optimizer steps; lower one of the two"
     if settings.has_critic and settings.critic.warmup_steps >= steps:
         yield (
-            "<critic.warmup_steps> leaves no step to train the policy, because <run.steps>; lower it to at most "
+            "<critic.warmup_steps> is not below <run.steps>, so no step would train the policy; lower it to at most "
             f"{steps - 1}"
         )
     if settings.optimizer.warmup_steps >= max(updates, 1):
@@ -265,8 +265,8 @@ def check_run(resolved: Resolved) -> Iterator[str]:
         )
     if beyond := [step for step in settings.logging.profile_steps if step > steps]:
         yield (
-            f"<logging.profile_steps>: step {beyond[0]} is not part of the run, because <run.steps>; choose steps from "
-            f"1 to {steps}"
+            f"<logging.profile_steps>: step {beyond[0]} is after the last one, <run.steps>; choose steps from 1 to "
+            f"{steps}"
         )
     if settings.logging.tensorboard and find_spec("tensorboardX") is None:
         yield (

@@ -1,7 +1,7 @@
-"""Notices at launch about settings that have no effect or may be a mistake.
+"""Makes the notices at launch about settings that have no effect or may be a mistake.
 
-A setting has no effect if the estimator, scheduler or model that reads it is not in use. It is not refused, because
-`--set algorithm.name=grpo` may override the algorithm of a file with such settings.
+A setting has no effect if the estimator, scheduler or model that reads it is not in use. Such settings are not refused:
+they may be in a file whose algorithm `--set algorithm.name=grpo` overrides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECTIONS_OF_REWARDS = ("reward.", "plugins.", "score.reward.")
 
 
 UsageCondition = tuple[str, Callable[[Settings], bool], tuple[str, ...]]
-"""A condition: its wording in notices, its predicate, and the settings that have no effect unless it is true."""
+"""A condition as words for notices, as a predicate, and the settings that have no effect unless it is true."""
 
 
 def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
 
 
 def _has_scheduler(names: str) -> Callable[[Settings], bool]:
-    """Returns a predicate for workers with one of the schedulers in `names`, such as `pdsr_v1 or pdsr_v2`."""
+    """Returns a predicate: whether workers use one of the schedulers in `names`, such as `pdsr_v1 or pdsr_v2`."""
     return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in re.findall(r"\w+", names)
 
 
@@ -54,12 +54,12 @@ def _read_by_schedulers(names: str, *fields: str) -> UsageCondition:
 
 
 def _uses_segment_rule(s: Settings) -> bool:
-    """Returns whether segments can end before their rows finish; with `sync` they can only if samples have turns."""
+    """Returns whether segments can end before their rows finish; with `sync`, only if samples have several turns."""
     return not (s.rollout.has_workers and s.rollout.scheduler == "sync") or s.env.is_used
 
 
 def _held_out_source(s: Settings) -> str:
-    """Returns the source of the evaluation data; empty without evaluations."""
+    """Returns the source of the evaluation prompts; an empty string without evaluations."""
     return (s.data.eval_source or s.data.sources[0].source) if s.eval.every_steps else ""
 
 
@@ -68,7 +68,7 @@ def _sources(s: Settings) -> list[str]:
 
 
 def _plug_ins(s: Settings) -> list[str]:
-    """Returns the reward functions that run in processes of `plugins`: the plug-ins and `math_verify`."""
+    """Returns the reward functions that run in plug-in processes: the user's and `math_verify`."""
     return [one.function or one.name for one in s.reward.functions if one.function or one.name == "math_verify"]
 
 
@@ -84,7 +84,7 @@ SAMPLING_CONDITION: UsageCondition = (
         *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     ),
 )
-"""Not used outside training: other commands sample completions from a policy that `sft` has trained."""
+"""Tested only for training, because other commands sample completions from a policy that `sft` has trained."""
 
 USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
     # Data and evaluations.
@@ -232,7 +232,7 @@ USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns notices for the launch of a run: algorithm, unused settings, learning rate, reproducibility, data."""
+    """Returns notices for a launch, on its algorithm, unused settings, learning rate, reproducibility and data."""
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
     if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
         values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
@@ -272,7 +272,7 @@ def unused_setting_notices(
 
 
 def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns the notice of a command that ignores the configured adapters."""
+    """Returns the notice of a command that loads no adapters; nothing if none are configured."""
     if not resolved.settings.model.lora.rank:
         return ()
     return (f"{resolved.describe(RANK)} has no effect here: model.path is loaded without adapters",)
@@ -285,7 +285,7 @@ def _is_set(resolved: Resolved, field: str) -> bool:
 
 
 def _values_if_unset(settings: Settings, field: str) -> list[Any]:
-    """Returns the values of an unset field: its default, and what may replace the default in `settings.yaml`."""
+    """Returns the values that a field may have in `settings.yaml` if the user has not set it."""
     unset = [FIELDS[field].default]
     if (twin := MICRO_BATCH_TWINS.get(field)) is not None:
         unset.append(value_of(settings, twin))

@@ -1,4 +1,4 @@
-"""The published algorithms: the values that `algorithm.name` fills in for null settings."""
+"""Values of the published algorithms, which `algorithm.name` gives to settings left null."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmPreset:
-    """Values for the fields of `algorithm` with the same names. The defaults are those of GRPO."""
+    """An algorithm's source, and its values for the fields of `algorithm`. The defaults are GRPO's values."""
 
     source: str
     estimator: str | None = "grpo"
@@ -61,30 +61,30 @@ SUPERVISED_VALUES: Mapping[str, int | str | None] = {
     "rollout.devices": None,
     "reward.model": None,
 }
-"""Settings that determine sizes, memory and processes, with the only values that `sft` allows."""
+"""Maps each setting that `sft` cannot use to the only value that it allows."""
 
 DEFAULT_KL_ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1", "advantage": "k1"}
 """Default KL estimator for each value of `algorithm.kl_in`. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024; Lu
 2025."""
 
 DEFAULT_CORRECTION_VETO = 1e-4
-"""Default of `algorithm.correction_veto` if a correction is enabled: the usual value in verl."""
+"""Default of `algorithm.correction_veto` if a correction is enabled; verl's usual value."""
 
 GROUP_RELATIVE_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "maxrl"})
 """Estimators that compare a sample with the other samples of its group."""
 
 PRESET_FIELDS = tuple(field.name for field in fields(AlgorithmPreset) if field.name != "source")
-"""Fields of `algorithm` that `algorithm.name` determines if they are null."""
+"""Fields of `algorithm` to which `algorithm.name` gives a value if they are null."""
 
 
 def estimator_defaults(estimator: str | None) -> dict[str, bool]:
-    """Returns the values that the estimator gives to null fields of `algorithm`."""
+    """Returns the values, by field, that an estimator gives to null fields of `algorithm`."""
     has_critic = estimator in CRITIC_ESTIMATORS
     return {"whiten_advantages": has_critic or estimator == "reinforce_plus_plus", "shuffle": has_critic}
 
 
 def describe_changes(algorithm: AlgorithmSettings, provenance: Mapping[str, str]) -> str | None:
-    """Describes the derived fields of `algorithm` that differ from those of GRPO; returns None if there are none."""
+    """Describes the derived fields of `algorithm` whose values differ from GRPO's; None if there are none."""
     grpo = ALGORITHM_PRESETS["grpo"]
     defaults = {field: getattr(grpo, field) for field in PRESET_FIELDS} | estimator_defaults(grpo.estimator)
     derived = {name: getattr(algorithm, name) for name in defaults if provenance[f"algorithm.{name}"] == "derived"}

@@ -1,4 +1,4 @@
-"""Finds out which devices JAX would use, without loading it."""
+"""Finds out which devices JAX would use, without importing it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DEVICE_FILES = {"cuda": ("/dev/nvidia[0-9]*", "/dev/dxg"), "tpu": ("/dev/accel*"
 
 
 def may_have(platform: str) -> bool:
-    """Returns whether this host has devices that may be accelerators of this platform."""
+    """Returns whether this host has device files that suggest the platform `cuda` or `tpu`."""
     return any(map(glob, DEVICE_FILES[platform]))
 
 
 def is_backend_installed(platform: str) -> bool:
-    """Returns whether JAX's library for a value of `mesh.platform` is installed."""
+    """Returns whether JAX's backend for a platform (`cpu`, `cuda` or `tpu`) is installed."""
     if platform == "tpu":
         return find_spec("libtpu") is not None or "TPU_LIBRARY_PATH" in os.environ
     folders = getattr(find_spec("jax_plugins"), "submodule_search_locations", None) or []

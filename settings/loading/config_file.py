@@ -17,9 +17,9 @@ DEFAULT_PRESET = "quickstart"
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     name: str
-    """Name of the file as shown in provenances."""
+    """Name of the file in provenances, such as `yaml:NAME:3`."""
     stem: str
-    """Name from which the run name is derived, such as `quickstart`."""
+    """Name from which `run.name` is derived, such as `quickstart`."""
     content: bytes
     left_out: frozenset[str] = frozenset()
     """Settings to ignore in `content`, because the user did not set them."""
@@ -28,7 +28,7 @@ class ConfigFile:
 
 
 def preset_names() -> list[str]:
-    """Returns the names of the presets in this package."""
+    """Returns the names of the presets, which are YAML files in this package."""
     folder = files("settings") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
@@ -39,7 +39,7 @@ def is_config(name: str) -> bool:
 
 
 def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
-    """Returns the preset with this name, else the file at this path; the default preset for None.
+    """Reads the preset with this name, or else the file at this path; None means the default preset.
 
     A `ConfigFile` is returned unchanged.
 

@@ -17,9 +17,9 @@ from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
 MIN_SIMILARITY = 0.7
-"""Minimum similarity (difflib's ratio) of a suggested name."""
+"""Minimum similarity (difflib's ratio) at which a name is suggested."""
 MIN_FIELD_SIMILARITY = 0.8
-"""Minimum similarity of a suggested setting; higher than for other names, because unrelated settings look alike."""
+"""Minimum similarity at which a setting is suggested; it is higher because unrelated settings look alike."""
 
 
 def _iter_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -50,14 +50,14 @@ def value_of(settings: Settings, field: str) -> Any:
 
 
 def is_text(field: str) -> bool:
-    """Returns whether a field is free text, so that an unquoted scalar keeps its spelling."""
+    """Returns whether a field takes any string, so that an unquoted value such as `1e3` stays text."""
     annotation = FIELDS[field].annotation
     alternatives = (annotation, *get_args(annotation))
     return str in [getattr(kind, "__origin__", kind) for kind in alternatives]  # Annotated[str, ...] is text
 
 
 def flatten(section: YamlNode, *, prefix: str = "") -> Iterator[tuple[str, YamlNode]]:
-    """Yields every dotted name in a settings file with its value; empty sections are skipped."""
+    """Yields the dotted name and value of everything in a settings file; empty sections are skipped."""
     assert isinstance(section.value, dict)
     for key, node in section.value.items():
         name = prefix + key
@@ -68,7 +68,7 @@ def flatten(section: YamlNode, *, prefix: str = "") -> Iterator[tuple[str, YamlN
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested mappings: `{"a": {"b": 1}}` for `{"a.b": 1}`."""
+    """Returns a mapping with dotted names as nested mappings, such as `{"a": {"b": 1}}` for `{"a.b": 1}`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
@@ -77,10 +77,10 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[list[str], str]:
-    """Returns the names that an unknown name may stand for, and the end of an error message about it.
+    """Returns the settings that an unknown name may stand for, and the end of an error message that suggests them.
 
     Args:
-        unknown: a dotted or flat name, perhaps misspelled or of another program.
+        unknown: a dotted or flat name, which may be misspelled or belong to another program.
         show: formats a setting's name in the message, for example as its environment variable.
     """
     unknown = unknown.lower().replace("-", "_").removeprefix(VERL_ROOT)
@@ -116,12 +116,12 @@ def _nearest_fields(unknown: str) -> list[str]:
 
 
 def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
-    """Returns a list of the most similar name, or an empty list if no name is similar enough."""
+    """Returns a list with the most similar name, or an empty list if none is similar enough."""
     return get_close_matches(unknown.lower(), [*names], n=1, cutoff=MIN_SIMILARITY)
 
 
 def _similarity(unknown: str, known: str) -> float:
-    """Returns the similarity of two names from 0 to 1. Sharing only the section or only the last part is not enough."""
+    """Returns the similarity of two names, from 0 to 1. It is low if only the section or only the last part agrees."""
     section, dot, name = unknown.rpartition(".")
     known_section, known_dot, known_name = known.rpartition(".")
     if not (dot and known_dot):
@@ -141,5 +141,5 @@ def _ratio(a: str, b: str) -> float:
 
 
 def did_you_mean(names: list[str]) -> str:
-    """Returns the end of an error message: `; did you mean a or b?`, or an empty string."""
+    """Returns the end of an error message, such as `; did you mean a or b?`; an empty string without names."""
     return f"; did you mean {' or '.join(names)}?" if names else ""

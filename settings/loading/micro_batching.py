@@ -22,11 +22,11 @@ TOKEN_QUOTA, ROWS, STRATEGY = "max_tokens_per_device", "rows_per_device", "strat
 DEFAULTS = {ROWS: SourcedValue(8, "derived"), STRATEGY: SourcedValue("loop", "derived")}
 
 Values = Mapping[str, SourcedValue | None]
-"""Maps each part of a scope to its value, or to None if the selected kind of micro-batch does not use it."""
+"""Maps each field of a scope, such as `rows_per_device`, to its value; None if the kind of micro-batch ignores it."""
 
 
 class _Scope:
-    """One scope. By part of its settings, `given` has the values that the user set, `values` the effective ones."""
+    """The micro-batch settings of one scope, by field: `given` by the user, and the effective `values`."""
 
     def __init__(self, section: str, leaves: Mapping[str, SourcedValue], inherited: Values, *, is_dynamic: bool = True):
         names = {part: f"{section}.{part}" for part in (*SWITCHES, TOKEN_QUOTA, ROWS, STRATEGY)}
@@ -69,7 +69,7 @@ class _Scope:
                 )
 
     def override_notices(self) -> Iterator[str]:
-        """Yields notices about choices in `--set` that the environment overrides through another field."""
+        """Yields a notice for each `--set` that an environment variable overrides by setting another field."""
         winner = max(self.given.values(), key=lambda leaf: precedence(leaf.origin), default=None)
         for part, leaf in self.given.items():
             if winner and winner.origin.startswith("env:") and leaf.origin == "set" and self.values[part] is not leaf:
@@ -83,11 +83,11 @@ class _Scope:
 
 
 def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
-    """Returns the effective values that differ from the given or default ones, and notices for stderr.
+    """Returns the effective micro-batch settings that differ from the given or default ones, and notices for stderr.
 
     `layers` are already validated field by field; the strongest is first.
 
-    Raises: InputError listing every scope for which one layer selects both dynamic and fixed.
+    Raises: InputError listing every scope for which one layer selects both dynamic and fixed micro-batches.
     """
     leaves = ChainMap(*layers)
     given = {field: leaf for field, leaf in leaves.items() if leaf.value is not None}

@@ -1,4 +1,4 @@
-"""Prints settings as YAML that `--config` accepts, and reads it as the base of another run."""
+"""Prints settings as YAML that `--config` accepts, and reads that YAML as the base of another run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from settings.schema.algorithm import ForwardRole
 from settings.schema.settings import MODEL_DEFAULTS, Settings
 
 RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
-"""Fields that describe the hosts of the earlier run, which the new run may not have."""
+"""Fields that describe the hosts of an earlier run; the new run may have others."""
 MICRO_BATCH_TWINS = {
     "score.max_tokens_per_device": "algorithm.max_tokens_per_device",
     "critic.rows_per_device": "algorithm.rows_per_device",
@@ -25,7 +25,7 @@ MICRO_BATCH_TWINS = {
         for part in ("max_tokens_per_device", "rows_per_device")
     },
 }
-"""Maps a micro-batch field to the field whose value and provenance it inherits."""
+"""Maps a micro-batch field to the field from which it inherits value and provenance."""
 
 
 def to_yaml(settings: Settings, provenance: Mapping[str, str]) -> str:
@@ -62,10 +62,10 @@ def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
 
 
 def without_derived(file: ConfigFile) -> ConfigFile:
-    """Returns the `settings.yaml` of a run with only what its user set, as the base of a new run.
+    """Returns a run's `settings.yaml`, reduced to what its user set, as the base of a new run.
 
     The file has a value for every setting. If all were kept, a new `algorithm.name` would run with the estimator, clip
-    and aggregation of the old one, and the new run would wait for the hosts of the old run.
+    and aggregation of the old one, and the new run would wait for the old run's hosts.
 
     Raises: InputError if the file is invalid.
     """
@@ -85,7 +85,7 @@ def format_inline(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes text if `yaml_file` would read it differently, and keeps text on one line."""
+    """A YAML dumper that quotes text that `yaml_file` would not read as text, and keeps it on one line."""
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:

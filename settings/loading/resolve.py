@@ -58,25 +58,24 @@ class Resolved:
 
     settings: Settings
     provenance: Mapping[str, str]
-    """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
+    """Maps a field to `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
     """Messages to print on stderr."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Dotted field -> alias under which the user set it."""
+    """Maps a field to the alias by which the user set it."""
     given: frozenset[str] = frozenset()
-    """Dotted fields that the user set for this command; the others come from a preset, an earlier run or the schema, or
-    are derived."""
+    """Fields that the user set for this command. Others are derived or from a preset, an earlier run or the schema."""
 
     def to_yaml(self) -> str:
         """Returns YAML that `--config` accepts, with the provenance of each value as a comment."""
         return to_yaml(self.settings, self.provenance)
 
     def origin(self, field: str) -> str:
-        """Returns the source of a field's value, for use inside a sentence."""
+        """Returns the source of a field's value as words for a message, such as `--set` or `the default`."""
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """Returns name, value and source: `rollout.group_size = 1 (from env:NUM_PRE_Q)`. Omits lists of mappings."""
+        """Returns `rollout.group_size = 1 (from env:NUM_PRE_Q)`, without the value if it is a list of mappings."""
         value = "" if field in ITEM_KEYS else f" = {_truncate(value_of(self.settings, field), 300)}"
         return f"{field}{value} (from {self.origin(field)})"
 
@@ -86,7 +85,7 @@ class Resolved:
 
     @property
     def algorithm_changes(self) -> str | None:
-        """Description of the derived settings that differ from those of `grpo`; None if there are none."""
+        """Description of the derived `algorithm` settings that differ from GRPO's; None if there are none."""
         return describe_changes(self.settings.algorithm, self.provenance)
 
 
@@ -96,8 +95,8 @@ def load(
     """Loads the settings of a command.
 
     Args:
-        config: a file, its path or the name of a preset. None means the default preset if the model is built in, else
-            no file.
+        config: a file, its path, or the name of a preset. None means the default preset for a built-in model, and no
+            file for others.
         overrides: the `--set` options.
         environ: the environment variables.
         flags: command options that set a setting.
@@ -131,7 +130,7 @@ def load(
     if not (settings.reward.functions or settings.env.source or settings.has_teacher):
         raise InputError(
             f"reward.functions: expected at least one function, got [] (from {resolved.origin('reward.functions')}); "
-            "it may be empty only with an environment (env.source) or a teacher (reference.path)"
+            "add one, or set an environment (env.source) or a teacher (reference.path)"
         )
     return resolved
 
@@ -155,7 +154,7 @@ def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
-    """Returns an empty file if the model is the user's own, or None (the default preset) if it is built in."""
+    """Returns None, which means the default preset, for a built-in model, and an empty file for others."""
     leaf = ChainMap(*layers).get("model.path")
     path = leaf.value if leaf and isinstance(leaf.value, str) else BUILTIN_PREFIX
     is_builtin = path.startswith(BUILTIN_PREFIX)
@@ -163,7 +162,7 @@ def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
 
 
 def _defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
-    """Returns defaults for distillation, and for models that are not built in, whose samples are longer."""
+    """Returns the defaults that differ for distillation and for models that are not built in."""
     defaults: dict[str, Any] = {}
     if not given.model.path.startswith(BUILTIN_PREFIX):
         defaults |= MODEL_DEFAULTS
@@ -176,7 +175,7 @@ def _defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
 
 
 def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:
-    """Returns values for null fields, derived from other settings."""
+    """Returns the values that other settings imply, for null fields and for fields that would have no use."""
     rollout, data = given.rollout, given.data
     prompt_allowance = max(LEGACY_PROMPT_ALLOWANCE, data.max_prompt_length)
     values = {
@@ -208,7 +207,7 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
 
 
 def _algorithm_values(given: Settings) -> dict[str, Any]:
-    """Returns the values of null fields of `algorithm` that follow from its name, estimator and staleness."""
+    """Returns values for null fields of `algorithm`, which follow from its other fields and from `rollout`."""
     algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
     values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
     values |= estimator_defaults(None if given.is_supervised else algorithm.estimator or paper.estimator)
@@ -242,7 +241,8 @@ def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) ->
         known = list(ITEM_KEYS.get(field, ()))
         suggestion = did_you_mean(nearest_names(str(location[-1]), known)) or f"; known: {', '.join(known)}"
         return f"unknown setting {name}{origin}{suggestion}"
-    return f"{name}: {_reason(details)}, got {_truncate(details['input'])}{origin}"
+    reason, separator, way_out = _reason(details).partition("; ")
+    return f"{name}: {reason}, got {_truncate(details['input'])}{origin}{separator}{way_out}"
 
 
 def _reason(details: ErrorDetails) -> str:

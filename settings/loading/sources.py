@@ -1,4 +1,4 @@
-"""The layers of settings: a YAML file, `--set`, the environment, and command options.
+"""Reads the layers of settings: a YAML file, `--set`, the environment, and command options.
 
 In each layer, a setting may be set only once, by its dotted name or an alias.
 """
@@ -22,7 +22,7 @@ from settings.secrets import SECRETS
 
 ENV_PREFIX = "GRPO__"
 MAX_PROBLEMS = 10
-"""Maximum number of problems in an error; another program's file may have hundreds of unknown settings."""
+"""Maximum number of problems listed in an error; another program's file may have hundreds of unknown settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class SourcedValue:
 
 
 Layer = dict[str, SourcedValue]
-"""Maps a dotted field to its value and the source of the value."""
+"""Maps a dotted field to its value and source."""
 Flags = Mapping[str, tuple[str, str]]
-"""Maps a command option to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
+"""Maps a command option to its field and its text, such as `--gamma` to (`algorithm.gamma`, `0.9`)."""
 NO_FLAGS: Flags = {}
 Entry = tuple[str, YamlNode, str, str]
-"""A possibly unknown name, its value, its provenance, and the name as the user wrote it, such as `NUM_PRE_Q`."""
+"""A name, which may be unknown; its value; its provenance; and the name as the user wrote it, such as `NUM_PRE_Q`."""
 
 
 def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[str]:
-    """Yields `NAME=VALUE`, as for `--set`, for each value; keys are dotted names, or sections with mappings."""
+    """Yields each value as `NAME=VALUE` for `--set`; keys are dotted names, or sections whose values are mappings."""
     for key, value in overrides.items():
         name = f"{prefix}{key}"
         if name in SECTIONS and isinstance(value, Mapping):
@@ -57,8 +57,7 @@ def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[s
         except yaml.YAMLError:
             raise InputError(
                 f"{name}: expected None, a bool, a number, a string, or a list or dict of these, got {value!r:.80} "
-                "of type "
-                f"{type(value).__name__}; convert it"
+                f"of type {type(value).__name__}; convert it to one of these types"
             ) from None
 
 
@@ -70,18 +69,18 @@ def env_name(field: str) -> str:
 
 
 def precedence(origin: str) -> int:
-    """Returns the rank of a provenance's layer; a larger rank overrides a smaller one."""
+    """Returns the rank of the layer of a provenance; a layer overrides those of lower rank."""
     layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
     return ("derived", "default", "yaml", "set", "env", "flag").index(layer)
 
 
 def describe_origin(origin: str) -> str:
-    """Formats a provenance for messages, for example `set` as `--set`."""
+    """Formats a provenance as words for a message, for example `set` as `--set`."""
     return {"set": "--set", "default": "the default", "derived": "other settings or devices"}.get(origin, origin)
 
 
 def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:
-    """Returns notices about aliases in the environment, and `--set` values that the environment overrides."""
+    """Returns notices about aliases in the environment, and about `--set` values that the environment overrides."""
     environment = {field: leaf for field, leaf in environment.items() if field not in flags}
     fields_of: dict[str, list[str]] = {}
     for field, leaf in environment.items():
@@ -105,7 +104,7 @@ def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
 
 
 def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the last `--set` of each name, and notices about the earlier ones, which launch scripts may contain."""
+    """Returns the last `--set` of each name, which overrides those in a launch script, and notices about the others."""
     last: dict[str, str] = {}
     notices = []
     for override in overrides:
@@ -117,23 +116,23 @@ def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def set_entries(overrides: Iterable[str]) -> Iterator[Entry]:
-    """Yields an entry for each `--set NAME=VALUE`; the value is YAML."""
+    """Yields an entry for each `--set NAME=VALUE`, whose value is parsed as YAML."""
     for override in overrides:
         name, equals, value = override.partition("=")
         name = name.strip()
         if not equals or not name:
-            raise InputError(f"--set {override}: expected NAME=VALUE, as in --set run.steps=20")
+            raise InputError(f"--set {override}: expected NAME=VALUE; write it as in --set run.steps=20")
         yield name, _parse_text(value, source=f"--set {name}"), "set", name
 
 
 def flag_entries(flags: Flags) -> Iterator[Entry]:
-    """Yields an entry for each option of a command that sets a setting; the value is YAML."""
+    """Yields an entry for each command option that sets a setting; its value is parsed as YAML."""
     for option, (field, value) in flags.items():
         yield field, _parse_text(value, source=option), option, option
 
 
 def environment_entries(environ: Mapping[str, str]) -> Iterator[Entry]:
-    """Yields an entry for each variable GRPO__SECTION__FIELD or upper-case alias; the value is YAML."""
+    """Yields an entry for each variable GRPO__SECTION__FIELD or upper-case alias; its value is parsed as YAML."""
     ours = {env_name(name): name for name in (*FIELDS, *ALIASES, *HISTORIC_NAMES)}
     for variable in sorted(environ):
         if variable in ours:
@@ -154,7 +153,7 @@ def _parse_text(text: str, *, source: str) -> YamlNode:
 
 
 def build_layer(entries: Iterable[Entry]) -> Layer:
-    """Returns the entries as a layer, which maps fields to values.
+    """Returns the entries as a layer, with aliases replaced by the fields that they set.
 
     Raises:
         InputError: a name is unknown or a field is set twice; the message lists all such problems.

@@ -35,7 +35,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Maps a name of the historic runner or verl to the dotted fields that it sets.
 
-They are accepted unnested in YAML and `--set`, and in upper case in the environment.
+These names are accepted at the top level of YAML, in `--set`, and in upper case in the environment.
 """
 HISTORIC_NAMES = ("grad_accum_steps",)
 """Names of the historic runner that have no field in `ALIASES`."""
@@ -43,18 +43,18 @@ VERL_ROOT = "actor_rollout_ref."
 
 
 class Synonym(NamedTuple):
-    """A setting of another program."""
+    """A setting of another program and what corresponds to it here."""
 
     title: str
     """The name in messages, such as `TRL's num_generations`. Names with a dot belong to verl."""
     fields: tuple[str, ...]
-    """The settings that it corresponds to; may be empty."""
+    """The settings that correspond to it; empty if there are none."""
     remark: str
-    """How to convert its value, or what to use instead; may be empty."""
+    """How to convert its value, or what to use instead; empty if neither needs saying."""
 
 
 def _read_table() -> Iterator[tuple[str, str, str]]:
-    """Yields our setting, the other program's name and a remark for each name in `synonyms.txt`."""
+    """Yields the setting here, the other program's name and a remark for each name in `synonyms.txt`."""
     for line in (files("settings") / "loading" / "synonyms.txt").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             here, names, *remark = (" ".join(cell.split()) for cell in line.split("|"))
@@ -73,11 +73,11 @@ SYNONYMS = {
     for here, name, remark in _read_table()
     if here != "removed"
 }
-"""The settings of TRL and verl, as in the tables of `sops/migrate/`."""
+"""Maps a setting of TRL, verl or the historic runner to its synonym; `sops/migrate/` has them as tables."""
 
 
 def explain_removal(name: str) -> str | None:
-    """Returns why a setting, or its section, was removed; None if it never existed."""
+    """Returns why a setting, or its section, was removed; None if it was not."""
     return next((reason for removed, reason in REMOVED.items() if f"{name}.".startswith(f"{removed}.")), None)
 
 

@@ -21,7 +21,7 @@ MAX_BYTES = 256 * 1024
 MAX_VALUES = 10_000
 """Maximum number of values in a YAML document after alias expansion."""
 MAX_DEPTH = 20
-"""Maximum nesting depth, which also catches an alias that contains itself."""
+"""Maximum nesting depth; the limit also stops an alias that contains itself."""
 
 _WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
@@ -69,7 +69,7 @@ def parse_yaml(text: str, *, name: str) -> YamlNode:
     except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {' '.join(str(error).split())}; correct it") from None
     except RecursionError:
-        raise InputError(f"{name}: expected values nested at most {MAX_DEPTH} deep, got more") from None
+        raise InputError(f"{name}: values are nested more than {MAX_DEPTH} deep; remove levels of nesting") from None
     if root is None:
         return YamlNode(None, 1, "")
     return _NodeConverter(name).convert(root, line=root.start_mark.line + 1, depth=0)
@@ -82,7 +82,7 @@ def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
         InputError: the file is too large, not UTF-8, empty, or not a mapping.
     """
     if len(content) > MAX_BYTES:
-        raise InputError(f"{name}: expected a settings file of at most {MAX_BYTES // 1024} KiB, got a larger one")
+        raise InputError(f"{name}: the file is larger than {MAX_BYTES // 1024} KiB; give a YAML file of settings")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -92,15 +92,15 @@ def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
         ) from None
     root = parse_yaml(text, name=name)
     if root.value is None:
-        raise InputError(f"{name}: the file is empty; expected sections such as `run:` with settings in them")
+        raise InputError(f"{name}: the file is empty; write settings into it, in sections such as `run:`")
     if not isinstance(root.value, dict):
         kind = "a list" if isinstance(root.value, list) else "a single value"
-        raise InputError(f"{name}: expected sections such as `run:` at the top, got {kind}")
+        raise InputError(f"{name}: the file contains {kind}; write settings into it, in sections such as `run:`")
     return root
 
 
 def parse_scalar(text: str) -> bool | int | float | str | None:
-    """Returns the value of an unquoted scalar in the core schema of YAML 1.2."""
+    """Returns the value of an unquoted scalar under the core schema of YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -115,12 +115,12 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
 
 
 class _Loader(yaml.BaseLoader):
-    """A loader that keeps scalars as strings, for `parse_scalar`, and refuses tags."""
+    """A YAML loader that refuses tags and keeps scalars as strings, which `parse_scalar` converts."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         if getattr(event, "tag", None) is not None:
-            raise ComposerError(None, None, f"tags such as {event.tag!r} are not allowed", event.start_mark)
+            raise ComposerError(None, None, f"the tag {event.tag!r} is not allowed", event.start_mark)
         return super().compose_node(parent, index)
 
 
@@ -134,9 +134,9 @@ class _NodeConverter:
     def convert(self, raw: yaml.Node, *, line: int, depth: int) -> YamlNode:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            raise InputError(f"{self._name}: expected at most {MAX_VALUES} values, got more; remove aliases (copies)")
+            raise InputError(f"{self._name}: more than {MAX_VALUES} values, counting copies by aliases; remove some")
         if depth > MAX_DEPTH:
-            raise InputError(f"{self._name}:{line}: expected values nested at most {MAX_DEPTH} deep, got more")
+            raise InputError(f"{self._name}:{line}: values are nested more than {MAX_DEPTH} deep; remove some levels")
         if isinstance(raw, MappingNode):
             return YamlNode(self._mapping(raw, depth=depth + 1), line)
         if isinstance(raw, SequenceNode):
@@ -155,7 +155,7 @@ class _NodeConverter:
         for key, value in raw.value:
             line = key.start_mark.line + 1
             if not isinstance(key, ScalarNode):
-                raise InputError(f"{self._name}:{line}: expected a name as key, got a list or a mapping")
+                raise InputError(f"{self._name}:{line}: a key is a list or a mapping; write a name before the colon")
             if key.value in mapping:
                 first = mapping[key.value].line
                 raise InputError(f"{self._name}:{line}: `{key.value}` is already set on line {first}; keep one of them")

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from settings.schema.section import LocalPath, Section, validate_plugin
 
 ScoredRole = Literal["policy", "reference", "critic"]
-"""Roles whose logprobs or values are added to samples by scoring."""
+"""Roles whose logprobs (policy, reference) or values (critic) scoring adds to samples."""
 
 SCORED_ROLES: tuple[ScoredRole, ...] = get_args(ScoredRole)
 
@@ -28,7 +28,7 @@ VERL_AGGREGATIONS = {
     "seq-mean-token-sum": "sequence-mean-token-sum",
     "seq-mean-token-sum-norm": "constant-length",
 }
-"""Values of verl's `loss_agg_mode` that have other names here."""
+"""Maps values of verl's `loss_agg_mode` to the names of `algorithm.loss_aggregation`."""
 
 
 class AlgorithmSettings(Section):
@@ -37,11 +37,11 @@ class AlgorithmSettings(Section):
     ] = "grpo"
     """Published algorithm, which determines `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
     `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` where they are null. `distill` is on-policy
-    distillation from the teacher of `reference.path`, where `beta` is 1 unless set. `sft` (supervised fine-tuning)
+    distillation from the teacher `reference.path`, with `beta` 1 unless set. `sft` (supervised fine-tuning)
     samples nothing and minimizes the cross-entropy of the completions in `data.source`."""
     estimator: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ESTIMATORS))] | None = None
-    """Advantage estimator. grpo, dr_grpo, rloo and maxrl (which needs rewards of at least 0) compare the samples of a
-    prompt; reinforce_plus_plus discounts rewards per token; gae uses a critic; vtrace is GAE with values and targets
+    """Advantage estimator. grpo, dr_grpo, rloo and maxrl compare the samples of a prompt; maxrl needs rewards of at
+    least 0. reinforce_plus_plus discounts rewards per token. gae uses a critic; vtrace is GAE with values and targets
     corrected for off-policy samples. `path/to/file.py:function` or `module:function` is a plug-in that returns one
     number per sample or per token. If null, it follows from `algorithm.name`."""
     reward_normalization: Literal["sum_first", "each_first"] = "sum_first"
@@ -99,8 +99,8 @@ class AlgorithmSettings(Section):
     """Importance-sampling correction of off-policy tokens. The loss of a token is multiplied by its weight w, the
     probability under the policy before the update divided by the sampler's probability: `truncate` limits w to
     correction_max, `mask` replaces a w outside [correction_min, correction_max] with 0 but still counts the token in
-    the loss's denominators, and `none` uses 1. If null, it is truncate with `rollout.max_staleness` above 0,
-    `rollout.weights` or `rollout.kv_cache`, and none otherwise."""
+    the loss's denominators, and `none` uses 1. If null, it is truncate if `rollout.max_staleness` is above 0 or
+    `rollout.weights` or `rollout.kv_cache` is set, and none otherwise."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
     """Level of the importance weight of `algorithm.correction`: one per token (token), or one per sample, which is the
     product (sequence) or the geometric mean (geometric) over its tokens. If null, it is geometric with
@@ -119,19 +119,19 @@ class AlgorithmSettings(Section):
     """Number of prompts per optimizer step on each host; with K optimizer steps, each uses every K-th prompt. If null,
     one optimizer step uses all prompts of the training step."""
     dynamic_microbatch: bool | None = None
-    """Whether micro-batches of the update are dynamic, which means packed rows under a token quota (true), or fixed,
-    with an equal number of samples each (false). Gradients are accumulated either way. If null, it is true unless
+    """Whether micro-batches of the update are dynamic (true: rows packed up to a token quota) or fixed (false: an equal
+    number of samples each). Gradients are accumulated either way. If null, it is true unless
     `algorithm.rows_per_device` is set."""
     max_tokens_per_device: int | None = Field(default=16384, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Maximum number of tokens of an update micro-batch on each device, which must fit the longest sample; setting it
-    selects dynamic micro-batches. Lower it if memory runs out. Scoring uses it too unless `score.max_tokens_per_device`
-    is set."""
+    """Maximum number of tokens of an update micro-batch on each device, at least those of the longest sample; setting
+    it selects dynamic micro-batches. Lower it if memory runs out. Scoring uses it too unless
+    `score.max_tokens_per_device` is set."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Number of samples of a fixed update micro-batch on each device; setting it selects fixed micro-batches. Lower it
     if memory runs out. If null, it is 8 with fixed micro-batches."""
     shuffle: bool | None = None
-    """Randomly assigns prompts to optimizer steps anew in every epoch, determined by `run.seed`, step and epoch. If
-    null, it is true with a critic and false otherwise."""
+    """Whether every epoch assigns prompts to optimizer steps in a new random order, determined by `run.seed`, step and
+    epoch. If null, it is true with a critic and false otherwise."""
     balance_batch: bool = True
     """Distributes packed rows over the devices evenly by FLOPs, without moving samples between mini-batches. Set it to
     false only for comparison."""
@@ -202,8 +202,8 @@ class CriticSettings(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """PPO's value clipping: the loss of a token is the larger of two squared errors, one of its value and one of its
-    value clipped to within this distance of the value at the start of the step. Null disables it."""
+    """PPO's value clipping: a token's loss is the larger of the squared errors of its value and of the value clipped to
+    at most this distance from the value at the start of the step. Null disables it."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Maximum number of tokens of a critic's micro-batch on each device; setting it selects dynamic micro-batches. It
     can exceed `algorithm.max_tokens_per_device`, because the critic has no logits; lower it if memory runs out. If
@@ -249,8 +249,8 @@ class OptimizerSettings(Section):
 class MicroBatchSettings(Section):
     """The micro-batches of a role: dynamic under a token quota, or with a fixed number of samples.
 
-    `settings.loading.micro_batching` fills in null values. After that, dynamic micro-batches have only a quota, and
-    fixed ones only `rows_per_device`, or neither if `score.strategy` is `off`.
+    `settings.loading.micro_batching` fills in null values. After that, only the quota is set for dynamic micro-batches,
+    only `rows_per_device` for fixed ones, and neither with `score.strategy: off`.
     """
 
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
@@ -271,9 +271,8 @@ class ReferenceScoreSettings(MicroBatchSettings):
 
 class ScoreSettings(Section):
     dynamic: bool | None = None
-    """Whether micro-batches of scoring are dynamic, which means packed rows under a token quota (true), or fixed, with
-    an equal number of samples each (false). If null, it is true unless `score.rows_per_device` or `score.strategy` is
-    set."""
+    """Whether micro-batches of scoring are dynamic (true: rows packed up to a token quota) or fixed (false: an equal
+    number of samples each). If null, it is true unless `score.rows_per_device` or `score.strategy` is set."""
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Maximum number of tokens of a scoring micro-batch on each device; setting it selects dynamic micro-batches. If
     null, it is inherited from `algorithm`. It may exceed `algorithm.max_tokens_per_device`, because scoring stores no
@@ -291,7 +290,7 @@ class ScoreSettings(Section):
     reward: MicroBatchSettings = MicroBatchSettings()
 
     def for_role(self, role: ForwardRole) -> MicroBatchSettings:
-        """Returns the micro-batch settings of a role; after loading, inherited values are filled in."""
+        """Returns the micro-batch settings of a role; `settings.load` has filled in inherited values."""
         return getattr(self, role)
 
     def is_scanned(self, role: ForwardRole) -> bool:

@@ -9,14 +9,14 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Json
 from settings.schema.section import LocalPath, Section
 
 SINGLE_TAG, MIXTURE_TAG = "(single)", "(mixture)"
-"""Parts of a pydantic error's location that are not part of a setting's name."""
+"""Tags in the location of a pydantic error, which are not part of a setting's name."""
 
 
 class DataSourceSettings(Section):
     """One source of prompts in a mixture, and its weight."""
 
     source: LocalPath = Field(min_length=1)
-    """A single source, in any of the forms of `data.source`."""
+    """One source of the mixture, in any of the forms of `data.source` except a list."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of this source: its share of the prompts is this weight divided by the sum of all weights."""
     split: str | None = None
@@ -54,7 +54,7 @@ class DataSettings(Section):
     ] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>][@<commit>]`, a .jsonl, .jsonl.gz or .parquet
     file, a folder of such files, or a pattern such as `data/train-*.parquet`. A list of these, such as `[{source:
-    a.jsonl, weight: 3}, b.jsonl]`, is a mixture, whose reward functions get the source of a prompt in the column
+    a.jsonl, weight: 3}, b.jsonl]`, is a mixture; reward functions then get the source of a prompt in the column
     data_source."""
     split: str = "train"
     """Split to train on, for a hub data set or the arithmetic generator."""
@@ -104,7 +104,7 @@ class DataSettings(Section):
 
     @property
     def has_splits(self) -> bool:
-        """Whether the source is a single one with splits: built in or on the hub."""
+        """Whether there is a single source with splits, which means that it is built in or on the hub."""
         return isinstance(self.source, str) and self.source.startswith(("builtin:", "hf:"))
 
     @property

@@ -18,7 +18,7 @@ def _validate_mesh_shape(value: str) -> str:
     if len(sizes) != 3 or not all(re.fullmatch(r"-1|[1-9][0-9]{0,5}", size) for size in sizes):
         raise ValueError("expected `auto` or three sizes `dp,fsdp,tp`, each at least 1 or -1, as in `1,-1,1`")
     if sizes.count("-1") > 1:
-        raise ValueError("expected at most one -1, which takes the remaining devices")
+        raise ValueError("expected at most one -1, because it takes all remaining devices")
     return ",".join(sizes)
 
 

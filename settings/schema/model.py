@@ -15,7 +15,7 @@ AttentionImplementation = Literal["auto", "kernel", "xla"]
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """Splits `owner/name@revision` at the `@`; the revision is None without one."""
+    """Splits `owner/name@revision` at the `@`; without an `@`, the revision is None."""
     name, _, revision = source.partition("@")
     return name, revision or None
 
@@ -28,7 +28,7 @@ PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
-"""Names that stand for several projections of a layer."""
+"""Maps a value of `model.lora.targets` to the projections that it selects."""
 PROJECTIONS = (*PROJECTION_GROUPS["attention"], *PROJECTION_GROUPS["mlp"])
 """The projections of a layer in order of computation, by their Hugging Face names."""
 TARGETS = ("all", *PROJECTION_GROUPS, *PROJECTIONS)

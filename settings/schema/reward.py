@@ -46,7 +46,7 @@ def _validate_distinct_names(value: tuple[RewardFunctionSettings, ...]) -> tuple
 
 
 def _validate_reward_name(value: str) -> str:
-    """Accepts names that can be part of a metric name."""
+    """Returns a name that can be part of a metric name; raises ValueError for others."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", value):
         raise ValueError("expected 1 to 64 letters, digits, `_` or `-`")
     return value
@@ -83,7 +83,7 @@ def _expand_shorthand(value: Any) -> Any:
     """Expands `- gsm8k` to `- {name: gsm8k}`, and `- my_module:brevity` to a function of that name."""
     if isinstance(value, str):
         if value.endswith(".py"):
-            raise ValueError(f"{value} names no function; write {value}:FUNCTION")
+            raise ValueError(f"expected a function, as in {value}:FUNCTION")
         value = {"function": value} if ":" in value else {"name": value}
     if isinstance(value, dict) and isinstance(value.get("function"), str) and "name" not in value:
         value = value | {"name": re.split(r"[:.]", value["function"])[-1]}
@@ -116,9 +116,9 @@ class RewardSettings(Section):
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of the reward model's score in the reward of a sample; 0 only logs the score."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Subtracts a length penalty from the reward, which rises linearly from 0 to `reward.overlong_penalty` over this
-    many tokens before `rollout.max_new_tokens`. Observations count as tokens. If null, there is no penalty. `grpo score
-    --role reward` also applies it."""
+    """Subtracts from the reward a length penalty that rises linearly from 0 to `reward.overlong_penalty` over the last
+    overlong_buffer tokens up to `rollout.max_new_tokens`. Observations count as tokens. If null, there is no penalty.
+    `grpo score --role reward` also applies it."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Length penalty of a completion of `rollout.max_new_tokens` tokens, if `reward.overlong_buffer` is set."""
     on_error: Literal["raise", "zero", "drop"] = "raise"
@@ -135,7 +135,7 @@ BUILT_IN_TOOLS = ("calculator",)
 """Values of `env.tools` other than paths."""
 
 DECISIVE_FIELDS = frozenset({"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser"})
-"""Fields of `env` that affect the samples, apart from time-outs."""
+"""Fields of `env` that determine the samples, as long as no time limit is exceeded."""
 
 ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 """Values of `env.parser`."""
@@ -182,9 +182,9 @@ class EnvironmentSettings(Section):
     """Number of samples that each process serves at once, in threads that share modules and memory. Raise it for
     environments that wait rather than compute."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
-    """Maximum number of samples, per worker or for `rollout.slots`, that leave their slots to others while they wait
-    for the environment; they keep their KV cache while there is room. Null allows four per slot, and 0 none. Raise it
-    if a step of the environment takes more than four times as long as a turn of the policy."""
+    """Maximum number of samples, per worker or for `rollout.slots`, that give up their slots while they wait for the
+    environment; they keep their KV cache while there is room. Null allows four per slot, and 0 none. Raise it if a step
+    of the environment takes more than four times as long as a turn of the policy."""
 
     @property
     def is_used(self) -> bool:
@@ -193,11 +193,11 @@ class EnvironmentSettings(Section):
 
 
 def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Accepts names of environment variables that hold no secrets of this program."""
+    """Returns the names; raises ValueError if one is not valid or names a secret of this program."""
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(
-                f"expected names of letters, digits and `_`, with no digit at the start, but one is `{name}`"
+                f"expected names of letters, digits and `_` that do not start with a digit, but one is `{name}`"
             )
         if name in SECRETS:
             raise ValueError(f"expected no secrets, but {name} is one; remove it, since plug-ins never get secrets")

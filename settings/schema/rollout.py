@@ -28,15 +28,15 @@ ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
 
 
 class SegmentSettings(Section):
-    """The number of tokens that a worker decodes before it accepts new samples.
+    """Bounds on a segment, the number of tokens per row that a worker decodes before it accepts new samples.
 
-    If no samples wait for slots, this is the number of tokens that the KV cache holds, divided by the number of rows.
-    Otherwise it is chosen so that the overhead of ending segments equals the idle time of finished rows.
+    If no samples wait for slots, a segment is the number of tokens that the KV cache holds, divided by the number of
+    rows. Otherwise its length balances the overhead of ending segments against the idle time of finished rows.
     """
 
     min: int = Field(default=64, ge=1, le=MAX_TOKENS)
-    """Minimum length of a segment, in tokens per row; a worker accepts new samples between segments. Raise it if ending
-    many short segments takes time."""
+    """Minimum length of a segment, in tokens per row; a worker accepts new samples between segments. Raise it if many
+    short segments cause overhead."""
     max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Maximum length of a segment, in tokens per row; a worker accepts new samples between segments. Lower it if
     finished rows stay idle for long."""
@@ -52,14 +52,14 @@ def _check_window(value: Any) -> Any:
 
 
 class PdsrSettings(Section):
-    """Probe-based dynamic segment rollout: which samples count as long and move to heavy workers."""
+    """Settings of P-DSR (probe-based dynamic segment rollout): when samples count as long and move to heavy workers."""
 
     unit: Literal["tokens", "seconds"] = "tokens"
     """Unit in which P-DSR ranks and limits samples. With seconds, the schedule depends on the load of the machine."""
     heavy_percent: float = Field(default=10.0, gt=0, lt=100)
-    """With pdsr_v1, percentage of prompts that are heavy, because their probes (first samples) are the longest: their
-    samples go to heavy workers. Once 32 samples have finished, prompts are also heavy if their probe is longer than the
-    (100 - heavy_percent)th percentile of the last `rollout.pdsr.window` samples."""
+    """With pdsr_v1, percentage of prompts that are heavy because their probes (first samples) are the longest; samples
+    of heavy prompts go to heavy workers. Once 32 samples have finished, prompts are also heavy if their probe is longer
+    than the (100 - heavy_percent)th percentile of the last `rollout.pdsr.window` samples."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """With pdsr_v1, a probe (the first sample of a prompt) that reaches this many tokens moves to a heavy worker, and
     its prompt counts as heavy."""
@@ -76,9 +76,9 @@ class PdsrSettings(Section):
     """With pdsr_v2 and adaptive, samples that are longer than this percentile of the last `rollout.pdsr.window` samples
     are heavy."""
     window: Annotated[int, BeforeValidator(_check_window)] = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
-    """Number of most recently finished samples, including those of earlier steps, whose lengths set the threshold for
-    heavy samples, and whose mean length sets the segment length. There is no threshold before 32 have finished; pdsr_v1
-    then only ranks probes."""
+    """Number of most recently finished samples, including earlier steps, whose lengths set the threshold for heavy
+    samples, and whose mean length sets the segment length. Until 32 samples have finished, there is no threshold, and
+    pdsr_v1 only ranks probes."""
 
 
 class WorkerPoolSettings(Section):
@@ -125,13 +125,13 @@ class RayPoolSettings(Section):
 
 
 def format_rounding(rounding: Mapping[str, str]) -> str:
-    """Formats `RolloutSettings.rounding` for messages, as in `rollout.weights: int8`."""
+    """Formats `RolloutSettings.rounding` as words for a message, such as `rollout.weights: int8`."""
     return " and ".join(f"{name}: {value}" for name, value in rounding.items())
 
 
 def _validate_stop_string(value: str) -> str:
     if not value or "\ufffd" in value:
-        raise ValueError("expected at least one character, and no U+FFFD, the replacement for incomplete characters")
+        raise ValueError("expected at least one character, and no U+FFFD, which replaces incomplete characters")
     return value
 
 
@@ -193,7 +193,7 @@ class RolloutSettings(Section):
     kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS, or_null=True)] = "auto"
     """Number of KV-cache blocks on each device; samples of a prompt share its full blocks. If blocks run out, the
     newest sample is preempted, and its cache is recomputed later. Null gives every slot enough for its full length;
-    `auto` does too, or without workers gives fewer if weights, optimizer and compiled programs leave less memory."""
+    `auto` does too, but without workers gives fewer if weights, optimizer and compiled programs leave less memory."""
     mode: Literal["exact", "fast"] = "fast"
     """`fast` adapts shapes to the samples. `exact` uses fixed shapes in float32, so that each sample is bitwise
     independent of the schedule and of the other samples."""
@@ -254,7 +254,7 @@ class RolloutSettings(Section):
 
     @property
     def rows_together(self) -> int | None:
-        """Batch size of matmuls in a decode step, so that workers with different numbers of slots round alike.
+        """Number of rows in each matmul of a decode step, so that workers with different slot counts round alike.
 
         None if all workers have the same number of slots, or if samples need not be bitwise reproducible.
         """
@@ -265,5 +265,5 @@ class RolloutSettings(Section):
 
     @property
     def num_rows(self) -> int:
-        """Samples that a host without workers decodes at once if its memory allows."""
+        """Number of samples that a host without workers decodes at once if its memory allows."""
         return self.slots if isinstance(self.slots, int) else self.prompts_per_step * self.group_size

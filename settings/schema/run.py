@@ -23,7 +23,7 @@ def _validate_run_dir(value: str) -> str:
 
 
 class EarlyStoppingSettings(Section):
-    """Ends a run before its last step. Evaluations are compared by `checkpoint.best_metric`."""
+    """Ends a run early if evaluations stop improving, as measured by `checkpoint.best_metric`."""
 
     patience: int | None = Field(default=None, ge=1)
     """Number of evaluations in a row without an improvement of `checkpoint.best_metric` after which the run ends. If
@@ -53,9 +53,9 @@ class CheckpointSettings(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints that are kept, in addition to the best one."""
     best_metric: str | None = "eval/accuracy"
-    """Metric whose best checkpoint is kept as checkpoints/best, unless the model was better before training; null keeps
-    none. Lower values are better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values,
-    the earliest is kept."""
+    """Metric by which checkpoints are compared; the best is kept as checkpoints/best, unless the model was better
+    before training. Null keeps none. Lower values are better for eval/mean_length, eval/truncated_fraction and
+    eval/error_count. If values are equal, the earliest checkpoint is kept."""
 
 
 class EvalSettings(Section):

@@ -10,16 +10,16 @@ INT64_LIMIT = 2**63
 
 
 def as_list(value: Any) -> Any:
-    """Accepts a single string in place of a list."""
+    """Returns a single string as a list of one, and any other value unchanged."""
     return [value] if isinstance(value, str) else value
 
 
-COPYING = "`gcloud storage cp` and `aws s3 cp` copy from and to buckets"
-NO_ADDRESS = f"expected a local path, or a name, instead of an address ({COPYING})"
+COPYING = "copy files from or to a bucket with `gcloud storage cp` or `aws s3 cp`"
+NO_ADDRESS = f"expected a local path or a name, not an address ({COPYING})"
 
 
 def refuse_address(value: str) -> str:
-    """Refuses addresses such as `gs://bucket/file`, which a path would turn into a local folder `gs:`."""
+    """Returns the value; raises ValueError for an address such as `gs://bucket/file`, which is not a local path."""
     if "://" in value:
         raise ValueError(NO_ADDRESS)
     return value
@@ -30,7 +30,7 @@ LocalPath = Annotated[str, AfterValidator(refuse_address)]
 
 
 def validate_plugin(value: str, *, built_in: tuple[str, ...] = ()) -> str:
-    """Accepts `module:name`, `path/to/file.py:name` and the names in `built_in`."""
+    """Returns the value; raises ValueError unless it is `module:name`, `path/to/file.py:name` or in `built_in`."""
     place, _, attribute = refuse_address(value).rpartition(":")
     is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     if value not in built_in and not (is_place and all(part.isidentifier() for part in attribute.split("."))):

@@ -42,7 +42,7 @@ MODEL_DEFAULTS = {"model.dtype": "bfloat16", "data.max_prompt_length": 512, "rol
 
 
 class Settings(BaseSettings):
-    """All settings. `settings.load` builds them from layers; `Settings()` returns the defaults."""
+    """All settings of a run. `settings.load` builds them from layers; `Settings()` has the defaults."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -101,7 +101,7 @@ class Settings(BaseSettings):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the policy learns from the KL to a model other than its start."""
+        """Whether the policy learns from the KL to a model other than the one that it starts from."""
         return self.algorithm.beta > 0 and self.reference.path is not None
 
     @property
@@ -125,7 +125,7 @@ class Settings(BaseSettings):
 
     @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:
-        """Roles that are scored in a training step before its updates; none for given completions.
+        """Roles that are scored in a training step before its updates; none with `algorithm.name: sft`.
 
         The policy is scored if a step has several updates, or if rewards, advantages or values depend on its logprobs.
         """
@@ -140,7 +140,7 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **others: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Returns a source for each of `layers`, the strongest first. pydantic's own sources are not used."""
+        """Returns a settings source for each of `layers`, the strongest first, and none of pydantic's own."""
         assert isinstance(init_settings, InitSettingsSource)
         layers = init_settings.init_kwargs.pop("layers", ())
         return (*(InitSettingsSource(settings_cls, layer) for layer in layers), init_settings)

@@ -17,8 +17,8 @@ data.curriculum=pass_rate reward.functions=[gsm8k_format] | =[gsm8k_format,gsm8k
 data.curriculum=pass_rate reward.functions=[gsm8k_format,judges:fair] | =[judges:fair] | add gsm8k to it, with weight
 rollout.prompts_per_step=131073 | =131072 | is more than 1,048,576 samples a step
 batch_size=12 algorithm.mini_batch_prompts=5 | =4 | does not divide rollout.prompts_per_step = 12 (from --set);
-  the nearest divisors: 4 or 6$
-batch_size=12 algorithm.mini_batch_prompts=13 | =12 | ; the nearest divisors: 12$
+  set the former to a divisor, such as 4 or 6$
+batch_size=12 algorithm.mini_batch_prompts=13 | =12 | ; set the former to a divisor, such as 12$
 max_length_sample=50 max_length_total=177 | =178 | set the latter to 178 or null, or lower rollout.max_new_tokens to 49$
 max_length_sample=50 max_length_total=128 | =null | set the latter to 178 or null$
 algorithm.max_tokens_per_device=191 | =192 | raise the quota to 192 or more
@@ -65,13 +65,13 @@ reward.functions=[{name: arithmetic, weight: 0}]; beta=1 | reference.path=a/b | 
 reference.path=a/b; algorithm.name=distill; num_pre_q=1 | reward.functions=[{name: arithmetic, weight: 0}] | needs at
 reference.path=a/b; beta=1; reward.functions=[{name: gsm8k, weight: 0}]; algorithm.filter=zero_variance | =none
    | without a reward of weight above 0, the rewards of a group are always equal
-run.steps=1073741824 algorithm.epochs=2 | =1 | give more optimizer steps than the schedule can count
+run.steps=1073741824 algorithm.epochs=2 | =1 | give more than 2,147,483,647 optimizer steps
 algorithm.name=ppo run.steps=3 critic.warmup_steps=3 | =2 | lower it to at most 2$
 batch_size=8 steps=3 ppo_epochs=2 ppo_mini_batch_size=4 optimizer.warmup_steps=12 | =11
    | gives 12 optimizer steps, so the warm-up would not end; lower it to at most 11$
 algorithm.name=ppo run.steps=3 critic.warmup_steps=1 optimizer.warmup_steps=2 | =1 | gives 2 optimizer steps, so
 run.steps=5 logging.profile_steps=[5,6,7] | =[1,5] | logging.profile_steps = (5, 6, 7) (from --set): step 6
-  is not part of the run, because run.steps = 5 (from --set); choose steps from 1 to 5$
+  is after the last one, run.steps = 5 (from --set); choose steps from 1 to 5$
 checkpoint.best_metric=eval/accuracy eval.every_steps=0 | =1 | is never measured, because eval.every_steps = 0
 run.early_stopping.patience=2 eval.every_steps=0 | =1 | compares evaluations, but eval.every_steps = 0 (from --set) and
 run.early_stopping.patience=2 checkpoint.best_metric=null | =x | = None (from --set) leave nothing to compare
