@@ -20,9 +20,9 @@ from app.records.sample import Sample
 EPSILON = 1e-6
 
 GroupAdvantageFn = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
-"""(rewards, group ids) -> one advantage per sample."""
+"""Returns one advantage per sample, given rewards and group ids."""
 GroupRewardFn = Callable[[Sequence[Sample]], Float[np.ndarray, "N"]]
-"""Samples -> one reward per sample, which is compared with the rewards of its group."""
+"""Returns the rewards of samples, which are then compared within groups."""
 
 
 class GroupMoments(NamedTuple):

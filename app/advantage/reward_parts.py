@@ -1,6 +1,6 @@
 """GDPO: computes group-relative advantages for each reward function separately, then adds them with weights.
 
-In a sum of rewards, a function with a high variance dominates the others, and different answers may tie.
+In a sum of rewards, a high-variance function dominates the others, and different answers can get equal advantages.
 Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equations 4 to 6.
 """
 
@@ -28,7 +28,7 @@ class RewardParts:
     advantages: GroupAdvantageFn
 
     def advantages_of(self, samples: Sequence[Sample]) -> Float[np.ndarray, "parts N"]:
-        """Computes weight * advantage of each part, within the samples of a group that have a value.
+        """Computes weight * advantage of each part, relative to the samples of its group with a value.
 
         The result is 0 for samples on which the part's reward function abstained.
         """

@@ -117,7 +117,7 @@ def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def split_group(item: PackingItem, completion_lengths: Sequence[int], max_tokens: int) -> Iterator[PackingItem]:
-    """Yields parts of a group, each with a copy of the prompt, of at most `max_tokens` tokens or a single sample."""
+    """Yields parts of a group with at most `max_tokens` tokens, or one longer sample; each part repeats the prompt."""
     size, members, prompt = item
     while size > max_tokens and len(members) > 1:
         lengths = [completion_lengths[i] for i in members]

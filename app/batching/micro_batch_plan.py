@@ -27,7 +27,7 @@ PackedSegment = tuple[int, ...]
 """Indices of the samples that share one copy of their prompt; a single index if nothing is shared."""
 PackedRow = tuple[PackedSegment, ...]
 SequenceCost = Callable[[np.ndarray], np.ndarray]
-"""Lengths -> forward FLOPs of a sequence of each length; integers, so that sums are exact in any order."""
+"""Returns the forward FLOPs of a sequence of each length, as integers, so that sums are exact in any order."""
 
 MAX_SAMPLES_FOR_SEARCH = 1024
 """Maximum number of samples for which several ways of packing are tried; for more, one way already fills rows well."""
@@ -101,10 +101,11 @@ class TokenBudget:
 
 
 def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max_group_tokens: int = 0) -> int:
-    """Returns the length of a full row: the token budget, halved while it fits two longest samples and one group.
+    """Returns the length of a full row: the token budget, halved while the half fits two of the longest samples.
 
-    Longer rows cost little, since attention skips invisible blocks, and have less padding; shorter rows balance better.
-    The length is rounded down to a multiple of 128 if the longest sample still fits.
+    The half must also fit the largest group, up to `MAX_SHARED_ROW_LENGTH`. Longer rows cost little (attention skips
+    invisible blocks) and have less padding; shorter rows balance better. If the longest sample still fits, the length
+    is rounded down to a multiple of 128.
 
     Args:
         max_group_tokens: largest possible number of tokens in a prompt and all its completions; 0 if unknown.

@@ -59,7 +59,7 @@ def packing_cost(packing: Packing) -> tuple[int, int]:
 
 
 def candidate_shapes(max_tokens_per_device: int, row_length: int) -> list[MicroBatchShape]:
-    """Returns the possible shapes, smallest first. The last is the full shape, with as many full rows as fit."""
+    """Returns the possible shapes, smallest first. The last is full: all rows that the token budget allows."""
     full = MicroBatchShape(max_tokens_per_device // row_length, row_length)
     largest = full.tokens_per_device
     smallest = math.ceil(largest * MIN_TAIL_FRACTION)

@@ -43,7 +43,7 @@ class GlobalPlan:
         return self.plan.part(jax.process_index(), len(self.num_samples_by_host))
 
     def packing_stats(self) -> dict[str, float]:
-        """Returns the statistics of `app.batching.packing_stats`."""
+        """Returns fill, balance and padding of the plan; see `app.batching.packing_stats`."""
         return packing_stats(self.plan, self.lengths, self.sequence_cost, num_devices=self.num_devices)
 
 

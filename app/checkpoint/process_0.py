@@ -1,4 +1,4 @@
-"""Checkpoints in a folder that only process 0 has: arrays are sent to it and back one by one."""
+"""Saves and restores checkpoints in a folder that only process 0 has; arrays are transferred one by one."""
 
 from __future__ import annotations
 

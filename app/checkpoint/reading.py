@@ -24,7 +24,7 @@ NON_DAMAGE_PREFIXES = (
     "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED",
     "PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL", "UNIMPLEMENTED",
 )  # fmt: skip
-"""Prefixes of TensorStore errors that do not mean damaged files; it also raises ValueError for these."""
+"""TensorStore also raises ValueError for errors with these prefixes, which do not mean damaged files."""
 
 
 def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:

@@ -111,7 +111,7 @@ def _exit_alone(status_board: StatusBoard, reason: str, *, exit_code: int) -> No
 
 
 def _all_hosts_failed(status_board: StatusBoard, reason: str) -> bool:
-    """Posts this host's failure, and returns whether all hosts have failed after at most `COMMON_FAILURE_WINDOW_S`."""
+    """Posts this host's failure, and returns whether all hosts fail within `COMMON_FAILURE_WINDOW_S`."""
     status_board.post(FAILED_TOPIC, reason)
     end = time.monotonic() + COMMON_FAILURE_WINDOW_S
     while len(status_board.read(FAILED_TOPIC)) < status_board.num_hosts:

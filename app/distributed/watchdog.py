@@ -15,7 +15,7 @@ from app.distributed.status_board import StatusBoard
 
 EXIT_CODE = 70
 STDERR_FD = 2
-"""File descriptor of stderr, because a hanging thread may hold the lock of `sys.stderr`."""
+"""File descriptor of stderr, written directly because a hanging thread may hold the lock of `sys.stderr`."""
 STUCK_TOPIC = "stuck"
 """Topic of the notice posted by a hanging host."""
 POLL_INTERVAL_S = 0.5

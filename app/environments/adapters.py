@@ -175,7 +175,7 @@ def read_step(result: Any, has_calls: bool) -> StepResult:
     messages, reward, terminated, truncated, metrics = result
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         if value not in (True, False):
-            raise PlugInValueError(f"step returned {name} = {describe_value(value)}, expected True or False")
+            raise PlugInValueError(f"step returned {describe_value(value)} as {name}, expected True or False")
     return StepResult(
         messages=read_messages(messages, ("tool", "user") if has_calls else ("user", "tool")),
         reward=to_number(reward),

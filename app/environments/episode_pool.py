@@ -19,7 +19,7 @@ from settings.schema.reward import EnvironmentSettings, PluginSettings
 from settings.secrets import redact
 
 EPISODE_TIMEOUT_S = 3600.0
-"""Time limit for all steps of a sample together."""
+"""Time limit for all environment steps of an episode together."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
     terminated: bool = False
     """Whether the episode has reached its end."""
     truncated: bool = False
-    """Whether the episode was cut off before its end."""
+    """Whether the episode was cut off before its end, as by a limit on turns."""
     metrics: Mapping[str, float] = {}
     """Additional numbers to log."""
 
@@ -56,10 +56,10 @@ class Environment(Protocol):
     """
 
     def reset(self, *, seed: int, **columns: Any) -> Messages | str | None:
-        """Starts the episode and returns its opening: a chat, the user's text, or None for the row's prompt.
+        """Starts the episode and returns its first messages, the text of a user message, or None for the row's prompt.
 
         Args:
-            seed: the same for all samples of a prompt, whose openings must be equal.
+            seed: equal for all samples of a prompt; they must also get equal openings.
             columns: the row of the data set; only columns that the method names as parameters are passed.
         """
         ...

@@ -42,7 +42,7 @@ KEY_SETTINGS = (
 """Settings listed in every card."""
 TEMPLATE_KWARGS = "data.chat_template_kwargs"
 PATH_SETTINGS = ("model.path", "data.source", "data.eval_source")
-"""Settings that are local paths, unless they name something built in or on the hub."""
+"""Settings whose values are local paths, unless they name something built in or on the hub."""
 PRIVATE_SETTINGS = ("run.dir", "run.name")
 """Settings never listed, because they are specific to a machine or shown elsewhere in the card."""
 

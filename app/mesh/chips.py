@@ -40,7 +40,7 @@ class TpuChip:
     """Outgoing bandwidth of a chip over all its links; the incoming bandwidth is the same."""
     hbm_bytes_per_s: float
     clock_hz: float
-    """Clock of the TensorCore; the compiler estimates times in its cycles."""
+    """Clock rate of the TensorCore, to convert the compiler's estimates from cycles."""
     chips_per_host: int
     """Chips per host in slices of several hosts."""
     cores_in_name: int
@@ -69,7 +69,7 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
         )
     }
 )
-"""Chips by the prefix of slice names. v5e comes before v5p, because v5p's device kind, TPU v5, also begins v5e's."""
+"""Chips by the prefix of slice names. v5e comes before v5p, because `TPU v5 lite` also starts with v5p's kind."""
 
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}

@@ -98,7 +98,7 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Mes
 
 
 def with_tp(mesh: Mesh, tp: int) -> Mesh:
-    """Returns a mesh of the same devices, in the same order, that splits weights only over tp."""
+    """Returns a mesh of the same devices, in the same order, with fsdp = 1 and this tp."""
     return Mesh(mesh.devices.reshape(-1, 1, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

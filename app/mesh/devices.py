@@ -26,7 +26,7 @@ from settings.schema.mesh import MeshSettings
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
-"""The `platform` of JAX devices by `mesh.platform`."""
+"""Maps the value of `mesh.platform` to the `platform` of JAX's devices."""
 _simulated_slice: TpuSlice | GpuHost | None = None
 """The slice or GPU host that this process's virtual devices simulate."""
 _simulated_devices: list[Any] | None = None

@@ -64,7 +64,7 @@ def share_program_cache() -> None:
 
 
 def _show_warning(show: Callable[..., None], folder: Path, message: Warning | str, *where: Any, **more: Any) -> None:
-    """Replaces JAX's warnings about single programs that cannot be read or written by one about the folder."""
+    """Shows one warning about the folder instead of JAX's warnings about programs that cannot be cached or loaded."""
     if "persistent compilation cache entry" not in str(message):
         show(message, *where, **more)
         return

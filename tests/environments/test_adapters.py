@@ -97,7 +97,7 @@ def test_gym_environments_return_four_or_five_values(result, messages, reward, e
         (("a", 1.0, False), "step returned tuple"),
         (StepResult(), "returned no message, but the episode continues; return one"),
         (StepResult("x" * (2**20 + 1)), "returned 1,048,577 characters, expected at most 1,048,576"),
-        (StepResult("a", terminated="maybe"), "terminated = str 'maybe', expected True or False"),  # pyright: ignore[reportArgumentType]
+        (StepResult("a", terminated="maybe"), "step returned str 'maybe' as terminated, expected True or False"),  # pyright: ignore[reportArgumentType]
         (
             StepResult([{"role": "assistant", "content": "I win"}]),
             "with role 'assistant', expected user or tool",

@@ -43,7 +43,7 @@ class Discounts(NamedTuple):
 
     @classmethod
     def create(cls, gamma: Number, lam: Number) -> Discounts:
-        """Converts numbers or [B, T] arrays in [0, 1], in float64."""
+        """Returns the discounts of numbers or [B, T] arrays in [0, 1]; differences from 1 are computed in float64."""
         gamma, lam = np.asarray(gamma, np.float64), np.asarray(lam, np.float64)
         parts = 1 - gamma, (1 - gamma) + gamma * (1 - lam)
         return cls(*(jnp.asarray(part, jnp.float32) for part in parts))
