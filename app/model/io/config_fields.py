@@ -76,7 +76,7 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 1
     """
     partial = fields.get("partial_rotary_factor")
     if partial not in (None, 1):
-        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; use a model with 1")
+        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; use a model with factor 1")
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = positive_float(fields, "rope_theta", default_theta)
     if kind == "default":

@@ -180,7 +180,7 @@ def qwen3_moe(config: HfConfig) -> Architecture:
 
 
 def gemma2(config: HfConfig) -> Architecture:
-    """Reads the configuration of Gemma 2: soft caps, norms before and after sublayers, windows in every other layer.
+    """Reads the configuration of Gemma 2: soft caps, norms before and after sublayers, and windows in alternate layers.
 
     Source: Riviere et al. 2024, section 2.
     """
@@ -390,7 +390,7 @@ def _uniform_windows(config: HfConfig, window: int | None) -> tuple[int | None, 
 
 
 def _qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
-    """Returns each layer's window; the default is windows from layer `max_window_layers` on if `use_sliding_window`."""
+    """Returns each layer's window; by default, layers from `max_window_layers` on have one if `use_sliding_window`."""
     window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
@@ -410,6 +410,6 @@ def _layer_types(config: HfConfig) -> Sequence[str] | None:
         raise InputError(f"config.json: layer_types must have {num_layers} entries, got {types!r}; correct it")
     if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise InputError(
-            f"config.json: layer_types has {unknown[0]!r}, which is unsupported; use a model with {FULL} and {SLIDING}"
+            f"config.json: layer_types has {unknown[0]!r}, expected {FULL} or {SLIDING}; use another model"
         )
     return types
