@@ -33,7 +33,7 @@ def rollout(
         Path | None, typer.Option(metavar="FILE.jsonl", help="Output file for the samples. Required.")
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|.html", help="File for a plot of all slots over time.")
+        Path | None, typer.Option(metavar="FILE.png|.html", help="File for a plot of every decode slot over time.")
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

@@ -57,7 +57,7 @@ def score(
     ] = None,
     role: Annotated[
         Role,
-        typer.Option(help="Network whose logprobs are added; `critic` adds values, `reward` runs reward.functions."),
+        typer.Option(help="Network whose logprobs are added; `critic` adds values, `reward` adds rewards."),
     ] = "policy",
     check_packing: Annotated[
         bool,
@@ -132,8 +132,8 @@ def score_file(
         file = Path(CHECKPOINT_FIELD.sub(lambda match, values=values: values[match[1]], str(out)))
         if file in outputs:
             raise InputError(
-                f"--out: {file} would contain the scores of two checkpoints, the second {one.path}; give each its own "
-                "file with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
+                f"--out: {file} would contain the scores of two checkpoints (the second is {one.path}); give each its "
+                "own file with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
             )
         refuse_existing({"--out": file}, overwrite=overwrite)
         with checked_by_process_0() as is_checked:

@@ -110,8 +110,8 @@ class ChatTemplate:
             piece_ids = behind[len(newline) :] if behind[: len(newline)] == newline else encode(piece)
             if is_name and self._hf_tokenizer.convert_tokens_to_ids(piece) in piece_ids:
                 raise InputError(
-                    f"a message contains {piece!r}, which the model's tokenizer cannot encode as text instead of its "
-                    "control token; remove it from the data, or use another model"
+                    f"a message contains {piece!r}, which the model's tokenizer can encode only as a control token, "
+                    "not as text; remove it from the data, or use another model"
                 )
             ids += piece_ids
         return ids

@@ -74,7 +74,7 @@ class CompletionEncoder:
             opened, written = (tokenizer.decode_with_special_tokens(ids[same : same + 20]) for ids in (start, whole))
             raise InputError(
                 "the assistant's tokens cannot be identified, because the chat template opens a turn with "
-                f"{opened!r}, but writes {written!r} when it is complete; use another template, or text with "
+                f"{opened!r}, but writes {written!r} when the turn is complete; use another template, or text with "
                 "data.chat_template: none"
             )
         turn = whole[len(start) :]

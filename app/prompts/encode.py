@@ -52,8 +52,8 @@ def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: Data
     if data.chat_template == "none":
         if (text := plain_text(prompt)) is None:
             raise InputError(
-                f"{where}: the prompt is a chat, which data.chat_template: none leaves without a template; render it "
-                "to text, or remove that setting"
+                f"{where}: the prompt is a chat, but data.chat_template: none has no template to render it; "
+                "render it to text, or remove that setting"
             )
         return tokenizer.text_ids(text)
     messages = to_messages(prompt, data.system_prompt)

@@ -20,9 +20,9 @@ from settings.errors import InputError
 
 PROBE = "dummyobservation"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
-"""Text that Qwen3's template adds only to the last turn."""
+"""Empty thinking block, which Qwen3's template adds only to the last turn."""
 MAX_TOKEN_CHARACTERS = 128
-"""A text with more characters than this times the token limit is cut before it is encoded."""
+"""Assumed maximum characters of a token: a text with more than this times the token limit is cut before encoding."""
 
 
 class ObservationEncoder:
@@ -107,8 +107,8 @@ class ObservationEncoder:
             )
         if ids[len(start) : len(start) + 1] in ([token_id] for token_id in self._tokenizer.eos_ids):
             raise InputError(
-                "the chat template starts an observation with a token that also ends a turn, so it would occur "
-                "twice; use another template"
+                "the chat template starts an observation with a token that also ends a turn, so that token would "
+                "occur twice; use another template"
             )
         return text[end:], ids[len(start) :]
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32
 
 EPSILON = 1e-8
-"""The number added to a variance before division by it. Source: TRL's and verl's `masked_whiten`."""
+"""Added to a variance before dividing by its square root. Source: TRL's and verl's `masked_whiten`."""
 
 
 class Moments(NamedTuple):

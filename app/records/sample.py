@@ -86,7 +86,7 @@ class Episode:
     turns: tuple[Turn, ...]
     """All turns of the policy, in order; the last one may be truncated."""
     end: str
-    """Why it ended: `terminated` or `truncated` by the environment, `turns` (env.max_turns), `turn_tokens`
+    """Why the episode ended: `terminated` or `truncated` by the environment, `turns` (env.max_turns), `turn_tokens`
     (env.max_turn_tokens), `tokens` (rollout.max_new_tokens), `observation` (it did not fit), or `dropped`."""
     scores: Mapping[str, FiniteFloat] = field(default_factory=dict)
     """Parts of the reward that the environment gave for the whole episode, by name."""

@@ -99,12 +99,12 @@ PER_TOKEN_FIELDS = (
 )
 """Optional floats, one per completion token (`values` may have one more)."""
 DTYPES = {"loss_mask": np.bool_, "policy_versions": np.int32}
-"""Maps the other fields with one value per completion token to their dtypes."""
+"""Dtypes of the fields with one value per completion token that are not float32."""
 UNCHANGED_FIELDS = (
     *("sample_index", "group_id", "completion", "finish_reason", "policy_version"),
     *("worker", "segments", "elapsed_s", "rewards"),
 )
-"""Fields of the JSON object that a `Sample` has with equal name and value."""
+"""Fields that a `Sample` and its JSON object have with the same name and value."""
 TOKEN_IDS = "completion_token_ids"
 CONVERSATION = "messages"
 """Field with the whole chat of a sample with an episode; only for other programs, since `episode` has all of it."""

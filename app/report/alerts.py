@@ -61,7 +61,7 @@ COLLAPSE_STD = 0.25
 MAX_LEARNING_RATE = 1e-3
 """Maximum learning rate to suggest after a collapse; even the tiny model of the quickstart needs only half of it."""
 ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
-"""Growth factors of entropy and gradient norm, since the best step, that are signs of too large updates."""
+"""Growth of entropy and of the gradient norm, as factors since the best step, that indicates too large updates."""
 
 
 @dataclass(frozen=True, slots=True)
