@@ -29,4 +29,4 @@ class GenerationRequest:
     route_shape: RouteShape | None = None
     """Numbers of layers and of experts per token in the recorded routes; None = no routes are recorded."""
     is_evaluation: bool = False
-    """Whether this is an evaluation; the lengths of its samples then do not influence the schedule of training."""
+    """Whether this is an evaluation, so that the lengths of its samples do not influence the schedule of training."""

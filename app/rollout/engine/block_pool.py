@@ -30,7 +30,7 @@ class BlockPool:
         """Returns how many blocks can be allocated without dropping the prompt with the key `keeping`.
 
         Args:
-            released: blocks of each row that will be released first.
+            released: blocks of the rows that will be released first.
         """
         droppable = [blocks for key, blocks in self._prompts.items() if key != keeping]
         given_up = Counter(chain(*droppable, *released))

@@ -184,12 +184,12 @@ class SlotEngine:
         self._carry_out()
 
     def forget(self, key: str) -> None:
-        """Frees the blocks of the row with this key if it was waiting for its environment and will not return."""
+        """Frees the KV blocks of the row with this key, which ended while it waited for its environment."""
         self.scheduler.forget(key)
         self._carry_out()
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes an unfinished sample out of its slot, with its cache. Its last segment must have been collected."""
+        """Takes an unfinished sample out of its slot, and returns it with its cache; its last segment must be collected."""
         assert self._running is None and self._suspends and row.is_collected
         if (queued := self.scheduler.take_queued(row)) is not None:
             return queued
@@ -253,7 +253,7 @@ class SlotEngine:
 
     @property
     def batch_shape(self) -> BatchShape:
-        """Largest batch shape of the engine on this host."""
+        """Sizes of the largest prefill and decode batches on this host."""
         shapes = self.shapes
         lengths = shapes.max_prompt_length, shapes.max_row_length, self.programs.block_size
         hosts = num_hosts(self.programs.mesh)

@@ -72,7 +72,7 @@ class SampleGenerator(ABC):
         noise_step: int,
         stop_requested: StopCheck = never_stop,
     ) -> list[RolloutSequence]:
-        """Returns `group_size` new rows for each prompt, after opening the prompts with their environments, if any.
+        """Returns `group_size` new rows for each prompt; environments, if there are any, open the conversations first.
 
         Args:
             noise_step: policy version for the PRNG keys of the rows.

@@ -32,7 +32,7 @@ class Prefill(NamedTuple):
     blocks: list[int]
     """One block for every `block_size` tokens."""
     is_prompt: bool
-    """Whether the tokens are a prompt, whose cache its samples share, and not the tokens of one row."""
+    """True for the tokens of a prompt, whose cache its samples share; False for all tokens of a single row."""
 
 
 @dataclass

@@ -18,8 +18,8 @@ PREFILL_ROWS_OF_TINY = 64
 """Maximum number of prompts that a device prefills together for a tiny model."""
 LENGTH_MULTIPLE = 8
 MAX_FORCED = 256
-"""Maximum number of forced tokens of a row in a segment. Outside exact mode, a row with more forced tokens recomputes
-its whole cache by a prefill instead of occupying its slot for many steps."""
+"""Maximum number of forced (already known) tokens of a row in a segment. Outside exact mode, a row with more of them
+recomputes its whole cache by a prefill instead of occupying its slot for many steps."""
 
 
 class BatchShape(NamedTuple):
@@ -68,7 +68,7 @@ class SlotShapes(NamedTuple):
     records_routes: bool = False
     """Whether the experts that process each token are recorded."""
     max_forced: int = 0
-    """Maximum number of forced tokens of a row in a segment; 0 if known tokens are always prefilled instead."""
+    """Maximum number of forced (already known) tokens of a row in a segment; 0 = they are prefilled instead."""
 
     @property
     def num_slots(self) -> int:

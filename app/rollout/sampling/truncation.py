@@ -43,7 +43,7 @@ def kept_tokens(
         return jnp.sum(jnp.where(logits > threshold[:, None], weights, 0), axis=-1)
 
     def mass_at(threshold: Array) -> Int32[Array, "B"]:
-        """Returns the mass of one token with this logit."""
+        """Returns the mass of a single token with this logit, in `MASS_UNIT`."""
         return jnp.max(jnp.where(logits == threshold[:, None], units, 0), axis=-1)
 
     count = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)

@@ -42,9 +42,9 @@ class NewSample:
     uid: str
     """Unique during the lifetime of a scheduler."""
     prompt: str
-    """Uid of the prompt, shared by siblings. Lengths learned for a prompt are used when it is submitted again."""
+    """Uid of the prompt. Lengths learned for a prompt are used when it is submitted again."""
     index: int
-    """Index among the siblings."""
+    """Index among the samples of the prompt."""
     prompt_length: int
     max_new: int
     """Maximum number of tokens, at which the worker ends the sample with finish reason `length`."""
@@ -89,7 +89,7 @@ class WorkerJoined:
     max_length: int | None
     """Maximum length of prompt plus completion in its slots, longer than any prompt; None = any sample fits."""
     keeps_caches: bool
-    """Whether the caches of suspended rows are kept for any worker; otherwise they are recomputed."""
+    """Whether caches of suspended rows are kept, for use by any worker; otherwise they are recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Takes a row out of a worker; its cache is kept until the row is admitted again or truncated."""
+    """Takes a row out of a worker, which keeps the row's cache if it `keeps_caches` and the sample continues."""
 
     worker: str
     uid: str

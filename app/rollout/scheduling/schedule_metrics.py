@@ -57,7 +57,7 @@ class ScheduleMetrics:
     """Metrics of a whole schedule, or of a window of a schedule that continues."""
 
     makespan_s: float
-    """Time from the first submission to the last committed token, or to the last answer of an environment."""
+    """Time from the first submission to the last committed token, or a later answer of an environment."""
     bubble: float
     """Fraction of slot time in which no row decoded. Slots count from when their worker joins until it is lost."""
     tail_fraction: float
@@ -222,7 +222,7 @@ class ScheduleMetricsTracker:
 
 
 def schedule_metrics(records: Sequence[EventRecord]) -> ScheduleMetrics:
-    """Returns the metrics of a whole rollout."""
+    """Returns the metrics of a whole rollout from the records of its events."""
     tracker = ScheduleMetricsTracker()
     for record in records:
         tracker.add(record)

@@ -101,7 +101,7 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether samples wait although no worker is busy and no environment has yet to answer."""
+        """Whether samples wait although no worker is busy and no answer of an environment is pending."""
         is_moving = self.samples.counts[SampleState.ACTING] or any(w.is_busy for w in self.context.workers.values())
         return self.samples.num_waiting > 0 and not is_moving
 
@@ -167,7 +167,7 @@ class Scheduler:
             self.policy.observe(entry, grew=entry.prompt in grown)
 
     def _answered(self, row: RowReport) -> None:
-        """Returns an answered row to the worker that keeps its cache, or to the policy if it does not fit there."""
+        """Gives an answered row back to the worker that keeps its cache, or to the policy if it does not fit there."""
         holder = next((one for one in self.context.workers.values() if row.uid in one.acting), None)
         entry = self.samples.answer(row.uid, num_tokens=row.num_tokens, finish=row.finish)
         if holder is not None:

@@ -231,7 +231,7 @@ class SchedulingPolicy(ABC):
         """Queues a submitted sample."""
 
     def requeue(self, entry: SampleEntry) -> None:
-        """Queues a sample that was suspended, or lost with its worker."""
+        """Queues a sample that has left its worker unfinished."""
         self.add(entry)
 
     @abstractmethod
@@ -266,7 +266,7 @@ class SchedulingPolicy(ABC):
         """Forgets a prompt whose samples were all released."""
 
     def evictions(self, worker: WorkerState) -> list[Suspend]:
-        """Returns the rows that should leave a worker between two segments."""
+        """Returns the commands that take rows out of a worker between two segments."""
         return []
 
     def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:
@@ -312,7 +312,7 @@ class Probes:
 
 
 def running_rows(context: SchedulingContext, worker: WorkerState) -> list[SampleEntry]:
-    """Returns the samples running on a worker."""
+    """Returns the entries of a worker's rows, all of which must be running."""
     entries = [context.samples[uid] for uid in worker.rows]
     assert all(entry.state is SampleState.RUNNING for entry in entries), "a row of the worker is not running"
     return entries

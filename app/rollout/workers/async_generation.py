@@ -52,7 +52,7 @@ class AsyncRollout:
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
         self._waiting: deque[Sequence[RolloutSequence]] = deque()
         self._in_flight: deque[list[str]] = deque()
-        """Names of the rows of each round that was passed to the scheduler, oldest first."""
+        """Names of the rows of each round in the scheduler, oldest round first."""
         self._num_begun = 0
         self._metrics, self._exit_stack = ScheduleMetricsTracker(), ExitStack()
         prompts = workers.learned_lengths.prompts

@@ -88,12 +88,12 @@ class ActorSegment(NamedTuple):
 
     ended: SegmentEnded
     tokens: dict[str, Int32[np.ndarray, "fields C"]]
-    """Uid -> tokens, for each row that sampled any or is done; see `RolloutSequence.segment_tokens`."""
+    """Uid -> tokens of a row that sampled any or is done; see `RolloutSequence.segment_tokens`."""
     policy_version: int
     """Version of the weights that sampled the tokens."""
     counters: RolloutCounters
     prompt_routes: dict[str, Int32[np.ndarray, "S words"]]
-    """Uid -> routes of the prompt, for each row that sampled its first tokens, if routes are recorded."""
+    """Uid -> routes of the prompt of a row that sampled its first tokens, if routes are recorded."""
 
 
 class RolloutActor:

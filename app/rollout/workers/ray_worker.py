@@ -298,7 +298,7 @@ class RayWorker(RolloutWorker):
             lines = str(error).strip().splitlines() or [""]
             # Ray reports an error of the actor's constructor in the last line, all others in the first.
             line = lines[-1] if "creation task" in lines[0] else lines[0]
-            message = f"the actor of {self.name} is lost: {type(error).__name__}: {line}; see its log on the cluster"
+            message = f"the actor of {self.name} is lost: {type(error).__name__}: {line.rstrip('.')}; see its log"
             raise WorkerDiedError(message) from error
 
 
@@ -320,4 +320,4 @@ def _format_resources(resources: Mapping[str, Any]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

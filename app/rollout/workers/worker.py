@@ -112,7 +112,7 @@ class RolloutWorker:
         self.engine.close()
 
     def shut_down(self) -> None:
-        """Ends processes started by this worker. No rollout may follow."""
+        """Ends the processes that this worker started, if any. No rollout may follow."""
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
         """Takes a row out of its slot, and returns it with its KV cache."""
