@@ -202,7 +202,7 @@ def test_samples_that_do_not_fit_the_slots_are_refused_before_anything_runs() ->
     long = replace(PROMPTS[0], token_ids=np.zeros(9, np.int32))
     with pytest.raises(InputError, match=r"data\.max_prompt_length: a prompt has 9 tokens.* at most 8"):
         generate(slots_of(True), [long], 5)
-    with pytest.raises(InputError, match=r"rollout\.max_new_tokens: .* exceed the 32 that"):
+    with pytest.raises(InputError, match=r"rollout\.max_new_tokens: .* exceed the 32 tokens of a slot"):
         generate(slots_of(True), max_new_tokens=40)
     with pytest.raises(InputError, match=r"rollout\.kv_blocks: 9 blocks of 4 tokens .* 32 tokens; .* at least 10"):
         new_slots(4, exact=True, num_blocks=9)

@@ -124,8 +124,8 @@ AHEAD = "rollout.max_staleness=1"
         ((AHEAD, SCHEDULED[0], "rollout.devices=0.75", "mesh.shape=1,8,1"), "needs 8 devices, but there are 2"),
         ((AHEAD, SCHEDULED[0], "rollout.devices=0.75", "mesh.shape=1,2,1", "rollout.mesh=tp=4"),
          "rollout.mesh: 'tp=4' does not divide the 2 devices"),
-        (("rollout.slots=6",), "rollout.slots: 6 cannot be split over the 8 devices"),
-        (("rollout.scheduler=sync", "rollout.workers.fast.slots=6"), "fast.slots: 6 cannot be split over the 4"),
+        (("rollout.slots=6",), "rollout.slots: 6 cannot be split evenly over the 8 devices"),
+        (("rollout.scheduler=sync", "rollout.workers.fast.slots=6"), "fast.slots: 6 cannot be split evenly over the 4"),
         ((*SCHEDULED[:3], "rollout.workers.fast.count=8"), "9 workers need a device each, but only 8"),
     ],
 )  # fmt: skip

@@ -160,8 +160,8 @@ class SlotEngine:
         self.shapes.prompt_bucket(length)
         if length + row.max_new_tokens > self.shapes.max_length:
             raise InputError(
-                f"rollout.max_new_tokens: {length} + {row.max_new_tokens} tokens of prompt and completion exceed "
-                f"the {self.shapes.max_length} that fit into a slot; lower this setting or data.max_prompt_length"
+                f"rollout.max_new_tokens: {length} prompt tokens and {row.max_new_tokens} new tokens exceed the "
+                f"{self.shapes.max_length} tokens of a slot; lower this setting or data.max_prompt_length"
             )
 
     def prefill(self, prompts: Iterable[Prompt]) -> None:
@@ -189,7 +189,7 @@ class SlotEngine:
         self._carry_out()
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes an unfinished sample out of its slot, and returns it with its cache; its last segment must be collected."""
+        """Takes an unfinished row out of its slot and returns it with its cache; its last segment must be collected."""
         assert self._running is None and self._suspends and row.is_collected
         if (queued := self.scheduler.take_queued(row)) is not None:
             return queued

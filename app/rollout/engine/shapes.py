@@ -133,12 +133,12 @@ def make_slot_shapes(
         setting: name of the setting that gives `num_slots`, for error messages.
 
     Raises:
-        InputError: the slots cannot be split over the devices.
+        InputError: the slots cannot be split evenly over the devices.
     """
     if num_slots % row_shards:
         raise InputError(
-            f"{setting}: {num_slots} cannot be split over the {row_shards} devices that hold rows (mesh.shape); "
-            f"set it to a multiple of {row_shards}"
+            f"{setting}: {num_slots} cannot be split evenly over the {row_shards} devices that hold rows "
+            f"(mesh.shape); set it to a multiple of {row_shards}"
         )
     prompts = _length_buckets(max_prompt_length, min_bucket=prefill_length_min)
     rows = _length_buckets(max_prompt_length + max_new_tokens, min_bucket=prompts[-1] + 1)

@@ -15,7 +15,7 @@ def lowest_code(dtype: DTypeLike) -> int:
 
 
 def value_of_code(codes: Int32[Array, "*dims"], dtype: DTypeLike) -> Num[Array, "*dims"]:
-    """Decodes numbers of `dtype`: float32 numbers from their bits; integers are their own codes."""
+    """Returns the numbers that these codes stand for; float32 numbers are decoded from bits, integers unchanged."""
     if dtype != jnp.float32:
         return codes
     # Codes beyond infinity would be NaN; clamp them.

@@ -143,7 +143,7 @@ def draw_tokens(
     keys: Key[Array, "B"],
     positions: Int32[Array, "B"],
 ) -> SampledTokens:
-    """Samples the tokens at these positions from the hidden states before them; `keys` come from `sample_key`."""
+    """Samples the tokens at these positions from the hidden states one position before, with keys of `sample_key`."""
     divisor = jnp.where(jnp.asarray(rules.temperature) == 0, 1.0, rules.temperature)
     logits = scaled_logits(hidden, head, divisor)
     return sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, positions))

@@ -31,7 +31,7 @@ class LearnedLengths:
     """Recently finished samples, oldest first."""
 
     def about(self, prompts: Iterable[str]) -> LearnedLengths:
-        """Returns these statistics without the mean lengths of all other prompts."""
+        """Returns a copy with all finished samples, but the mean lengths of only these prompts."""
         return LearnedLengths({uid: self.prompts[uid] for uid in prompts if uid in self.prompts}, self.finished)
 
     def updated(self, newer: LearnedLengths, *, window: int | None = None) -> LearnedLengths:
@@ -136,7 +136,7 @@ class LengthEstimator:
         return prompt in self.history or prompt in self.group_max
 
     def estimate(self, entry: SampleEntry) -> float:
-        """Returns the maximum of the prompt's history, its group so far and the sample so far, in tokens."""
+        """Returns max(mean length in the prompt's history, longest sample of its group so far, this sample so far)."""
         return max(self.history.get(entry.prompt, 0), self.group_max.get(entry.prompt, 0), entry.num_tokens)
 
     def mean_length(self, *, default: float) -> float:

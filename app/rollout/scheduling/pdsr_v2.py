@@ -99,7 +99,7 @@ class PdsrV2Policy(SchedulingPolicy):
     def _end_stealing(self, worker: WorkerState, rows: list[SampleEntry]) -> list[Suspend]:
         """Suspends stolen rows at their limit: one per waiting fast sample and per free slot of idle heavy workers.
 
-        The limits of the other rows are extended.
+        Stolen rows that must stay get a later limit.
         """
         stolen = [entry for entry in rows if entry.uid in self._stolen]
         ended = [entry for entry in stolen if self.context.is_over_limit(entry, self._stolen[entry.uid])]

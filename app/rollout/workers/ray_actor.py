@@ -188,10 +188,10 @@ class RolloutActor:
 
 
 def check_slots_divide(spec: ActorSpec, row_shards: int) -> None:
-    """Raises InputError if a batch size of the slots cannot be split over the devices that hold rows."""
+    """Raises InputError if a batch size of the slots cannot be split evenly over the devices that hold rows."""
     buckets = spec.shapes.batch_buckets
     if any(rows % row_shards for rows in buckets):
         raise InputError(
             f"rollout.workers.{spec.kind}.slots: batches of {join_words(buckets, last='and')} rows cannot all be split "
-            f"over the {row_shards} row shards of a Ray actor's devices; set it to a multiple of {4 * row_shards}"
+            f"evenly over the {row_shards} row shards of a Ray actor; set it to a multiple of {4 * row_shards}"
         )

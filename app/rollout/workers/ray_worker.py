@@ -100,7 +100,7 @@ class RayCluster:
                 if self._address == "local":
                     raise InputError(
                         f"rollout.ray.address: cannot start a cluster on this machine: {_first_line(error)}; set it "
-                        "to a running cluster, or to null for workers in this process"
+                        "to the address of a running cluster, or to null for workers in this process"
                     ) from error
                 raise InputError(
                     f"rollout.ray.address: the cluster at {self._address} cannot be used: {_first_line(error)}; start "
@@ -206,7 +206,8 @@ class RayWorker(RolloutWorker):
             except Exception as error:
                 raise InputError(
                     f"rollout.ray: the actor of {self.name}, which needs {_format_resources(self.resources)}, cannot "
-                    f"start: {_first_line(error)}; see its log, or set rollout.ray.address to null"
+                    f"start: {_first_line(error)}; see its log, or set rollout.ray.address to null "
+                    "for workers in this process"
                 ) from error
             for info in (one for one in results if isinstance(one, ActorInfo)):
                 self.info = info

@@ -81,7 +81,7 @@ class RolloutExecutor:
             worker.clock = self.clock
         self._rows: dict[str, RolloutSequence] = {}
         self._suspended: dict[str, Future[SuspendedSequence]] = {}
-        """Name of a suspended row -> the row with its cache."""
+        """Name of a suspended row -> future of the row with its cache."""
         self._death: WorkerDiedError | None = None
         """Error of the last lost worker."""
 

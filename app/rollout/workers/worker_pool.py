@@ -185,7 +185,7 @@ class RolloutWorkerPool(SampleGenerator):
         return Footprint(weights[0], sum(slots, ()))
 
     def shut_down(self) -> None:
-        """Ends processes started by the workers. No rollout may follow."""
+        """Ends the processes that the workers started, if any. No rollout may follow."""
         for worker in self.workers:
             worker.shut_down()
 
