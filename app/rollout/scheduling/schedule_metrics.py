@@ -90,7 +90,7 @@ class ScheduleMetrics:
 
 
 class ScheduleMetricsTracker:
-    """Accumulates metrics of a rollout that may never end; forgets released samples."""
+    """Accumulates the metrics of a rollout of any duration, and forgets released samples."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerJoined] = {}

@@ -95,11 +95,11 @@ class WorkerState:
 
 
 class RowLimit(NamedTuple):
-    """A length at which the policy must look at a row again."""
+    """The length of a row at which the policy must decide about it again."""
 
     tokens: float
     seconds: float
-    """The same limit in decoding time; used only if `rollout.pdsr.unit` is `seconds`."""
+    """Limit of the decoding time; used only if `rollout.pdsr.unit` is `seconds`."""
 
     def times(self, factor: float) -> RowLimit:
         return RowLimit(self.tokens * factor, self.seconds * factor)
@@ -270,7 +270,7 @@ class SchedulingPolicy(ABC):
         return []
 
     def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:
-        """Returns the length at which the policy must look at the row again; None = no limit."""
+        """Returns the length at which the policy must decide about a row again; None = no limit."""
         return None
 
 
