@@ -190,7 +190,7 @@ def test_without_a_template_a_prompt_is_encoded_as_text_with_control_tokens(tmp_
     assert tokenizer.decode_with_special_tokens(ids) == RENDERED
     question = {"role": "user", "content": RENDERED}
     assert read_prompts(tmp_path / "data.jsonl", tokenizer, [question], **none) == ids
-    with pytest.raises(InputError, match=r"data.jsonl:1: the prompt is a chat, which data\.chat_template: none"):
+    with pytest.raises(InputError, match=r"data.jsonl:1: the prompt is a chat, but data\.chat_template: none"):
         read_prompts(tmp_path / "data.jsonl", tokenizer, [{"role": "system", "content": "s"}, question], **none)
 
 
