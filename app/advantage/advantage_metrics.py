@@ -13,7 +13,7 @@ from app.records.sample import Sample
 
 
 class AdvantageMoments(NamedTuple):
-    """Moments of per-token quantities over the tokens that the policy wrote, on all hosts."""
+    """Moments of advantages, returns and the critic's errors over all hosts' tokens that the policy wrote."""
 
     advantages: Moments
     returns: Moments
@@ -22,7 +22,7 @@ class AdvantageMoments(NamedTuple):
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> AdvantageMoments:
-        """Computes the moments over the samples of all hosts, which must call it together, even without samples."""
+        """Computes the moments over all hosts' samples. All hosts must call it together, even hosts without samples."""
         errors = [
             (s.returns.astype(np.float64) - s.token_values, s.mask)
             for s in samples

@@ -3,9 +3,9 @@
     f(rewards, lengths, ..., <columns>)            called with the samples of one prompt
     f(rewards, group_ids, lengths, ..., <columns>) called with all of this host's samples
 
-Arguments and result are lists with one item per sample. In addition to the arguments of a reward function, it may take
-`rewards` (minus a KL penalty, if any), `lengths` in completion tokens, `group_ids`, and `policy_versions`, the versions
-of the policy that sampled. An item of the result is a number or a list with one number per completion token.
+Arguments and result are lists with one item per sample. In addition to a reward function's arguments, the function may
+take `rewards` (minus a KL penalty, if any), `lengths` in completion tokens, `group_ids`, and `policy_versions`, the
+versions of the policy that sampled. An item of the result is a number or a list with one number per completion token.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class RewardParts:
     advantages: GroupAdvantageFn
 
     def advantages_of(self, samples: Sequence[Sample]) -> Float[np.ndarray, "parts N"]:
-        """Computes weight * advantage of each part, relative to the samples of its group with a value.
+        """Computes weight * group-relative advantage of each part, among the samples that have a value for the part.
 
         The result is 0 for samples on which the part's reward function abstained.
         """
@@ -41,7 +41,7 @@ class RewardParts:
         return parts
 
     def assign(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples with A_i / (std(A) + 1e-6), where A_i is the sum over the sample's parts.
+        """Returns the samples with A_i / (std(A) + 1e-6), where A_i is the sum of `advantages_of` over the parts.
 
         The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts. Nothing is
         subtracted: the mean of A is 0 in every group. All hosts must call it together.

@@ -42,8 +42,8 @@ class TokenRows(NamedTuple):
 
 
 GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
-"""(rewards, values, *, gamma, lam, mask, ends, bootstrap) -> advantages and returns:
-`app.advantage.gae.estimate.generalized_advantages` with its other options bound."""
+"""`app.advantage.gae.estimate.generalized_advantages` with its other options bound: (rewards, values, *, gamma,
+lam, mask, ends, bootstrap) -> advantages and returns."""
 DiscountFn = Callable[[TokenRows], Number]
 """Computes gamma or GAE's lambda from the rows: one number, or one per token."""
 BootstrapFn = Callable[[Sample], float]

@@ -20,7 +20,7 @@ MAX_KL_ERROR = 0.2
 TokenRewardFn = Callable[[Sample], Float64[np.ndarray, "C"]]
 """Returns the reward of each token of a sample; 0 on tokens that the policy did not write."""
 TokenKLFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(policy logprobs, reference logprobs) -> an estimate of the KL per token."""
+"""Estimates the KL per token from the logprobs of the policy and of the reference model."""
 
 
 def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:

@@ -21,7 +21,7 @@ class RowLogprobs(NamedTuple):
     entropies: Float32[Array, "R C"]
     """Entropy, in nats, of the policy's distribution over the vocabulary at each token."""
     routes: Int32[Array, "L R T k"] | None
-    """The routers' choices for all tokens; None without experts."""
+    """The experts that the routers chose for all tokens; None for a model without experts."""
 
 
 def row_logprobs(

@@ -221,7 +221,7 @@ def _prompt_group_items(lengths: SequenceLengths, max_tokens: int) -> list[Packi
 def _assign_rows(
     packing: Packing, lengths: SequenceLengths, budget: TokenBudget, sequence_cost: SequenceCost, num_devices: int
 ) -> MicroBatchPlan:
-    """Assigns rows to micro-batches and devices, without changing the rows."""
+    """Assigns packed rows to micro-batches and devices, after merging copies of a prompt within a row."""
     micro_batches: list[MicroBatch] = []
     loads: list[float] = [0] * num_devices
     prompt_numbers = lengths.prompt_indices.tolist()

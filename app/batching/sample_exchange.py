@@ -86,7 +86,7 @@ class SampleRouting:
 
     process_index: int
     numbers: Sequence[Sequence[Int64[np.ndarray, "N"]]]
-    """Indices of the samples from each host (first index) in the rows of each host (second), ascending."""
+    """numbers[a][b] are the indices of host a's samples that are in rows of host b, ascending."""
     first_number: int
     """Index of this host's first sample."""
     prompt_lengths: Int64[np.ndarray, "N"]

@@ -110,7 +110,7 @@ class PolicyCheckpoint:
         made_by, here = saved.get(QUANTIZER_FINGERPRINT), model.adapter_fingerprints.get(QUANTIZER_FINGERPRINT)
         if needs_quantizer and made_by is not None and here not in (made_by, NOT_INSTALLED):
             raise InputError(
-                f"{OPTION}: the adapters of {self.path} were trained with kernels quantized by "
+                f"{OPTION}: the adapters of {self.path} were trained with weights quantized by "
                 f"{QUANTIZATION_PACKAGE} {made_by}, but {here} is installed; "
                 f"run pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
             )
@@ -222,7 +222,7 @@ def read_policy_source(settings: Settings, checkpoint: Path | None) -> PolicySou
     """Reads model files, tokenizer and checkpoint. Without a checkpoint, the model has no adapters.
 
     Raises:
-        InputError: one of them cannot be used, they do not fit each other, or the context is too short.
+        InputError: one of them cannot be used, they do not match, or the context is too short.
     """
     saved = None if checkpoint is None else PolicyCheckpoint.open(checkpoint)
     settings = settings if saved is None else pin_revisions(settings, saved.run)

@@ -48,11 +48,11 @@ class TrainProgress:
     kl_coef: float | None = None
     """Weight of the KL penalty in the next step's rewards, used if it is adaptive; None before the first step."""
     lengths: Mapping[str, float] | None = None
-    """Prompt -> mean length of its latest samples, used to schedule its next samples; None without workers."""
+    """Mean length of each prompt's latest samples, used to schedule its next samples; None without workers."""
     finished_lengths: Sequence[tuple[int, float | None]] | None = None
     """Tokens and seconds of recently finished samples, oldest first, used for scheduling; None without workers."""
     pass_rates: Mapping[str, float] | None = None
-    """Prompt -> its running pass rate, used to sample the next prompts; None without a curriculum."""
+    """Running pass rate of each prompt, used to sample the next prompts; None without a curriculum."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None if it was not evaluated."""
     unevaluated: Mapping[str, Any] | None = None

@@ -22,7 +22,7 @@ MAX_PIECE_BYTES = 1 << 26
 
 
 def sees_folder(folder: Path) -> tuple[bool, bool]:
-    """Returns whether this host sees the folder of process 0, and whether all hosts do. It need not exist yet.
+    """Returns whether this host sees process 0's folder, and whether all hosts do. The folder need not exist yet.
 
     Process 0 writes a probe file and removes it again. All hosts must call it together with the same path; a relative
     path is relative to each host's working directory.
@@ -54,7 +54,7 @@ def sees_folder(folder: Path) -> tuple[bool, bool]:
 
 
 def all_hosts_have(folder: Path, patterns: Sequence[str]) -> bool:
-    """Returns whether each host has the matching files of process 0 in its `folder`; False if there are none.
+    """Returns whether each host has the matching files of process 0 in its `folder`; False if process 0 has none.
 
     All hosts must call it together.
     """
@@ -77,7 +77,7 @@ def _matching_files(folder: Path, patterns: Sequence[str]) -> list[str]:
 def copy_from_process_0(folder: Path, patterns: Sequence[str], *, option: str = "run.dir") -> Iterator[Path]:
     """Returns a context manager that yields process 0's folder, or on other hosts a temporary copy of it.
 
-    The copy has the same name and contains the files that match one of `patterns`. All hosts must enter it together.
+    The copy has the same name and contains the files that match one of `patterns`. All hosts must enter together.
 
     Args:
         option: the setting or option that names the folder, for errors.

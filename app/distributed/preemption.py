@@ -21,7 +21,7 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
-"""Signal -> exit code after the checkpoint is saved. SIGHUP means that the terminal or the connection was lost."""
+"""Exit code by signal, once the checkpoint is saved. SIGHUP means that the terminal or the connection was lost."""
 
 STOP_TOPIC = "stop"
 """Topic of the notice posted by a host that has received a signal."""
@@ -141,12 +141,9 @@ def _redirect_lost_terminal() -> None:
 
 @contextmanager
 def cancellation_barrier() -> Iterator[None]:
-    """Returns a context manager: if generation is stopped inside it on any host, it is stopped on all.
+    """Returns a context manager: if its block raises StoppedError on any host, every host raises it at its end.
 
     All hosts must enter it.
-
-    Raises:
-        StoppedError: generation was stopped on some host; raised on every host.
     """
     stopped = None
     try:

@@ -185,7 +185,7 @@ def _gather_processes(member: ClusterMember, patience: _Patience) -> None:
 
 
 def _listen(member: ClusterMember) -> socket.socket:
-    """Returns the socket on which process 0 listens; raises InputError if another program has its port."""
+    """Returns the socket on which process 0 listens; raises InputError if it cannot listen there."""
     address = member.coordinator_address
     host, port = _split_host_port(resolve_bind_address(address))
     if host == "::" and not socket.has_dualstack_ipv6():

@@ -19,5 +19,5 @@ class StoppedError(Exception):
 
 
 def never_stop() -> bool:
-    """Returns False: a stop check for generation that nothing stops."""
+    """Returns False: generation is never stopped."""
     return False

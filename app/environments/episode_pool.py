@@ -24,7 +24,7 @@ EPISODE_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """The arguments of an environment's `reset`; all samples of a prompt have the same."""
+    """The arguments of an environment's `reset`; they are equal for all samples of a prompt."""
 
     seed: int
     columns: Mapping[str, Any]

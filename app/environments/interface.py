@@ -60,7 +60,7 @@ class Environment(Protocol):
 
         Args:
             seed: equal for all samples of a prompt; they must also get equal openings.
-            columns: the row of the data set; only columns that the method names as parameters are passed.
+            columns: the data row's columns that are parameters of the method, or all for a method with `**columns`.
         """
         ...
 

@@ -49,7 +49,7 @@ PRIVATE_SETTINGS = ("run.dir", "run.name")
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """The export format, as described in the card."""
+    """What the card says about a format of export."""
 
     weights_description: str
     library: str = "transformers"

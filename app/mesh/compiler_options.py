@@ -14,8 +14,8 @@ from app.mesh.chips import find_chip
 def _large_tiles(kib: int) -> Mapping[str, str]:
     """Returns options that give matmuls `kib` KiB of the 128 MiB of on-chip memory (VMEM), for larger tiles.
 
-    The matmuls of an update take 222 ms instead of 235 (1.5B on v5e-8), and 239 instead of 303 (3B on v6e-8). Even
-    more memory is slower, since less is left for background copies.
+    The matmuls of an update take 222 ms instead of 235 (1.5B model, v5e-8), and 239 instead of 303 (3B model,
+    v6e-8). Even more memory is slower, since less is left for background copies.
     """
     return {
         "xla_tpu_scoped_vmem_limit_kib": str(kib),
@@ -71,7 +71,7 @@ PACKED_ROWS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Further options by chip, or `cpu`, for scoring and updates, whose matmuls have thousands of tokens.
 
-They would slow down decoding: 7.8 ms instead of 7.2 for 1.5B on v5e-8, without a decode kernel.
+They would slow down decoding: a step of a 1.5B model on v5e-8 takes 7.8 ms instead of 7.2, without a decode kernel.
 """
 
 

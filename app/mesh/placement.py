@@ -115,7 +115,7 @@ def bytes_received(before: Any, after: Any) -> int:
 
 
 def is_in_host_memory(sharding: Any) -> bool:
-    """Returns whether arrays with this sharding are in host memory; False on CPUs, where that is device memory."""
+    """Returns whether arrays with this sharding are in host memory; False on CPUs, where both memories are the same."""
     return sharding.memory_kind == HOST_MEMORY and device_platform(sharding.mesh.devices.flat[0]) != "cpu"
 
 

@@ -30,7 +30,7 @@ CHUNK_STEPS = 16
 STACKED_CHUNKS = 64
 """Chunks per matmul: few enough that BLAS uses one thread. Its threads stall when other processes use the cores."""
 FEW_STEPS = 512
-"""Largest number of steps solved by a Python loop; at least `STACKED_CHUNKS`, the chunks of one matmul."""
+"""Largest number of steps solved by a Python loop; must be at least `STACKED_CHUNKS`, the chunks of one matmul."""
 THREAD_TOKENS = 1 << 19
 """Minimum number of tokens per thread."""
 BLOCK_TOKENS = 1 << 18
@@ -80,7 +80,7 @@ class Sequences(NamedTuple):
         ), place
 
     def without_skipped(self, kept: Bool[np.ndarray, "N"] | None) -> tuple[Ends, Float32[np.ndarray, "S"]]:
-        """Returns `ends` as indices of kept tokens, and `after`, without sequences that keep none; None keeps all."""
+        """Returns `ends` (as indices of kept tokens) and `after` of the sequences with kept tokens; None keeps all."""
         if kept is None:
             return self.ends, self.after
         starts = np.append(0, self.ends[:-1] + 1)

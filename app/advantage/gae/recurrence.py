@@ -127,7 +127,7 @@ def skip_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
 
 
 MASK_MODES = {"skip": skip_masked, "through": step_through_masked, "zero": zero_masked}
-"""Name -> function that computes the terms of the recurrence from rows and discounts."""
+"""Maps a mask mode to the function that computes the terms of the recurrence from rows and discounts."""
 
 
 def make_gae_rows(
