@@ -8,7 +8,7 @@ from app.advantage.gae.numpy_scan import Sequences, Steps, flatten, solve_variab
 from app.advantage.gae.recurrence import Number, TokenAdvantages
 
 MAX_RATIO = 1.0
-"""The clip bounds rho_bar and c_bar of the ratios. With rho_bar = 1, the targets estimate the current policy's values."""
+"""The clip bounds rho_bar and c_bar of ratios. With rho_bar = 1, the targets estimate the current policy's values."""
 
 
 @np.errstate(over="ignore", invalid="ignore")  # The caller checks the results.
@@ -25,8 +25,8 @@ def vtrace(
 ) -> TokenAdvantages:
     """Solves v_t - V_t = rho_t * delta_t + gamma * c_t * (v_{t+1} - V_{t+1}), delta_t = r_t + gamma V_{t+1} - V_t.
 
-    The returns are v_t. The advantages are r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t. The factor rho_t of
-    the policy gradient is applied by the loss: if it were part of the advantage, whitening would give a token with rho 0
+    The returns are v_t. The advantages are r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t. The loss applies
+    the factor rho_t of the policy gradient: if it were part of the advantage, whitening would give a token with rho 0
     the advantage -mean / std at full weight.
 
     Here rho_t = min(1, ratio_t) and c_t = lam * rho_t. If all ratios are 1, targets and advantages equal those of GAE.
