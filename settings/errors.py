@@ -1,4 +1,4 @@
-"""The error for invalid input, as opposed to a bug, and the lists in its messages."""
+"""Defines InputError, which reports invalid input but no bugs, and joins words for its messages."""
 
 from collections.abc import Iterable
 

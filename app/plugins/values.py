@@ -1,4 +1,4 @@
-"""Checks of a plug-in's return values and failures."""
+"""Checks what a plug-in returns, and describes how it fails."""
 
 from __future__ import annotations
 

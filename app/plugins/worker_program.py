@@ -41,7 +41,7 @@ class TrainerChannel:
         end_worker()
 
     def _close_in_child(self) -> None:
-        """Closes the pipe in a forked child, which would otherwise hide this process's exit from the trainer."""
+        """Closes the pipe in a forked child; an open copy would hide this process's exit from the trainer."""
         if self._answers >= 0:
             os.close(self._answers)
         self._answers = -1

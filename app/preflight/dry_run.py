@@ -83,9 +83,9 @@ class DryRunReport:
     """Sizes of a rollout on each host, including padding; None if samples come from files."""
     evaluation: Mapping[str, int] | None
     score: Mapping[str, MicroBatchSummary]
-    """Scoring passes by role; empty if nothing is scored."""
+    """Micro-batches of the scoring pass of each role; empty if nothing is scored."""
     update: MicroBatchSummary
-    """Micro-batches of one optimizer step."""
+    """Micro-batches of one optimizer step of the policy."""
     critic_update: MicroBatchSummary | None
     num_critic_parameters: int
     reward_model: MicroBatchSummary | None

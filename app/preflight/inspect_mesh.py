@@ -172,7 +172,7 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     """Reads the `config.json` of each network; no other file is downloaded from the hub.
 
     Raises:
-        InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.
+        InputError: a `config.json` cannot be found or used, or a model's context is shorter than the longest sample.
     """
     model, reward_model = read_policy(settings, config_only=True), None
     if (path := settings.reward.model) is not None:

@@ -43,7 +43,7 @@ def _check_hosts(resolved: Resolved) -> Iterator[str]:
     given = [f"<{field}>" for field in RENDEZVOUS_FIELDS if field not in missing]
     if mesh.coordinator_address == "auto":
         if given[1:]:
-            yield f"{' and '.join(given[1:])}: must be null with mesh.coordinator_address: auto"
+            yield f"{' and '.join(given[1:])}: mesh.coordinator_address: auto finds the hosts itself; set this to null"
     elif given and missing:
         yield (
             f"{' and '.join(given)}: also set {' and '.join(missing)}, or only mesh.coordinator_address: auto if the "
@@ -51,7 +51,7 @@ def _check_hosts(resolved: Resolved) -> Iterator[str]:
         )
     elif mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         last = mesh.num_processes - 1
-        yield f"<mesh.process_id> is too large for <mesh.num_processes>; ids range from 0 to {last}"
+        yield f"<mesh.process_id> is too large for <mesh.num_processes>; give every host its own id from 0 to {last}"
     if mesh.expect_processes not in (None, mesh.num_processes) and mesh.num_processes is not None:
         yield (
             "<mesh.expect_processes> differs from <mesh.num_processes>; set it to null, or set both to the number of "

@@ -129,8 +129,8 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     compares = bool(settings.reward_weights) or algorithm.kl_in_reward
     if settings.rollout.group_size < 2 and is_relative and compares:
         yield (
-            f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other, so it needs at "
-            "least 2 (8 is usual)"
+            f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other; set "
+            "rollout.group_size to 2 or more (8 is usual)"
         )
     lowering = [("<algorithm.kl_in>", "loss")] if algorithm.kl_in_reward else []
     lowering += [("<reward.overlong_buffer>", "null")] if settings.reward.overlong_buffer is not None else []

@@ -84,7 +84,7 @@ SAMPLING_CONDITION: UsageCondition = (
         *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     ),
 )
-"""Tested only for training, because other commands sample completions from a policy that `sft` has trained."""
+"""Tested only for training, because other commands sample completions even if `algorithm.name` is `sft`."""
 
 USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
     # Data and evaluations.

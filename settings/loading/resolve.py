@@ -1,4 +1,4 @@
-"""Resolves settings from layers: defaults, YAML, `--set`, environment, command options, derived values.
+"""Resolves settings from layers: defaults, YAML, `--set`, environment, command options and derived values.
 
 A later layer overrides an earlier one.
 """

@@ -104,7 +104,7 @@ def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
 
 
 def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the last `--set` of each name, which overrides those in a launch script, and notices about the others."""
+    """Returns the last `--set` of each name, and notices about those it replaces, for example from a launch script."""
     last: dict[str, str] = {}
     notices = []
     for override in overrides:

@@ -1,1 +1,1 @@
-"""Every setting: name, type, default, bounds and meaning; sections that are read together share a file."""
+"""Defines every setting with its type, default, bounds and help text; related sections share a file."""

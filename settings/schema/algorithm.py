@@ -20,7 +20,7 @@ ForwardRole = Literal[ScoredRole, "reward"]
 MAX_TOKENS_PER_DEVICE = 2**24
 """Upper bound of token quotas, to catch typos."""
 BUILT_IN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gae", "vtrace")
-"""Values of `algorithm.estimator` other than paths."""
+"""Built-in values of `algorithm.estimator`; others name a plug-in."""
 CRITIC_ESTIMATORS = frozenset({"gae", "vtrace"})
 """Values of `algorithm.estimator` that need a critic."""
 VERL_AGGREGATIONS = {
@@ -220,8 +220,8 @@ class OptimizerSettings(Section):
     """Peak learning rate of AdamW. Lower it if the KL or the gradient norm rises; LoRA adapters need 10 to 100 times as
     much as whole models."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate changes after warm-up: not at all (constant), or linearly (linear) or along a cosine
-    (cosine) to `optimizer.final_fraction` of the peak, which is reached right after the last step."""
+    """How the learning rate changes after warm-up: it stays at its peak (constant), or falls linearly (linear) or along
+    a cosine (cosine) to `optimizer.final_fraction` of the peak right after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer steps over which the learning rate rises linearly to its peak."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
@@ -237,7 +237,7 @@ class OptimizerSettings(Section):
     `optimizer.beta2` of at most 0.95, because with a slower decay the change of one update is lost in rounding."""
     offload: bool = False
     """Keeps AdamW's moments in pinned host memory and moves them to the device and back, layer by layer, in each
-    update. Set it to true if device memory runs out: updates then take longer. It has no benefit on CPUs."""
+    update. Set it to true if device memory runs out; updates then take longer. It has no benefit on CPUs."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Constant that AdamW adds to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -64,13 +64,12 @@ class DataSettings(Section):
     eval_split: str | None = None
     """Split to evaluate on, for a hub data set or the arithmetic generator. If null, it is `test`."""
     prompt_column: str | None = None
-    """Column of the prompts. If null, the first existing column of prompt, question, problem and messages is used."""
+    """Column of the prompts. If null, it is the first of prompt, question, problem and messages that exists."""
     answer_column: str | None = None
-    """Column of the reference answers, which may have any type. If null, the first existing column of answer,
-    ground_truth, solution and reward_model.ground_truth is used. With `algorithm.name: sft`, it is the column of the
-    completions to learn, which are text or chat messages (a whole conversation if the first one is not by the
-    assistant); if null, the first existing column of completion, response, messages, answer, extra_info.answer and
-    solution is used."""
+    """Column of the reference answers, which may have any type. If null, it is the first of answer, ground_truth,
+    solution and reward_model.ground_truth that exists. With `algorithm.name: sft`, it is the column of the completions
+    to learn, which are text or chat messages (a whole conversation if the first one is not by the assistant); if null,
+    it is the first of completion, response, messages, answer, extra_info.answer and solution that exists."""
     system_prompt: str | None = None
     """System message that is added before every prompt. If null, none is added."""
     chat_template: Literal["model", "none"] = "model"

@@ -42,7 +42,7 @@ class MeshSettings(Section):
     """Number of virtual devices on a CPU host, to try a mesh without accelerators. If null, there is one."""
     pretend: str | None = Field(default=None, min_length=1)
     """TPU slice or GPUs to simulate with virtual devices, such as `v4-16`, `v5e-8` or `h100-1`, for `inspect-mesh` and
-    `train --dry-run`. It overrides the other settings of devices. If null, the real devices are used."""
+    `train --dry-run`. It overrides the other device settings. If null, the real devices are used."""
     coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = None
     """Address of process 0 as `host:port`, or `auto` to get all hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. If
     null, a Cloud TPU VM uses all hosts of its slice, and other machines only themselves."""

@@ -28,7 +28,7 @@ PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
-"""Maps a value of `model.lora.targets` to the projections that it selects."""
+"""Maps a group in `model.lora.targets` to its projections."""
 PROJECTIONS = (*PROJECTION_GROUPS["attention"], *PROJECTION_GROUPS["mlp"])
 """The projections of a layer in order of computation, by their Hugging Face names."""
 TARGETS = ("all", *PROJECTION_GROUPS, *PROJECTIONS)

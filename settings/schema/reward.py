@@ -91,7 +91,7 @@ def _expand_shorthand(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    """Accepts one function instead of a list."""
+    """Returns a single function as a list of one; raises ValueError for several in one string."""
     if isinstance(value, str) and "," in value:
         names = ", ".join(name.strip() for name in value.split(","))
         raise ValueError(f"expected a list for several functions, such as [{names}]")
@@ -130,9 +130,9 @@ class RewardSettings(Section):
 
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number")
-"""Values of `env.source` other than paths."""
+"""Built-in values of `env.source`; others name a plug-in."""
 BUILT_IN_TOOLS = ("calculator",)
-"""Values of `env.tools` other than paths."""
+"""Built-in values of `env.tools`; others name a plug-in."""
 
 DECISIVE_FIELDS = frozenset({"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser"})
 """Fields of `env` that determine the samples, as long as no time limit is exceeded."""

@@ -20,9 +20,9 @@ PDSR_WINDOW_MIN = 32
 """Number of finished samples required before their lengths set the threshold for heavy samples."""
 
 RolloutWeights = Literal["int8"]
-"""Values of `rollout.weights`."""
+"""Values of `rollout.weights` other than null."""
 KVCacheType = Literal["int8"]
-"""Values of `rollout.kv_cache`."""
+"""Values of `rollout.kv_cache` other than null."""
 ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
 """Settings that make the sampler a quantized version of the policy."""
 

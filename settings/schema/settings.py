@@ -38,7 +38,7 @@ from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSetting
 LEGACY_PROMPT_ALLOWANCE = 128
 """Number of prompt tokens included in the historic runner's `max_length_total`."""
 MODEL_DEFAULTS = {"model.dtype": "bfloat16", "data.max_prompt_length": 512, "rollout.max_new_tokens": 512}
-"""Defaults for models that are not built in; the dtype only on accelerators."""
+"""Defaults for models that are not built in; `model.dtype` applies only on accelerators."""
 
 
 class Settings(BaseSettings):

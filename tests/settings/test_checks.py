@@ -39,7 +39,7 @@ algorithm.name=rloo beta=0.1 reward.overlong_buffer=8 algorithm.reward_normaliza
 optimizer.second_moment=bfloat16 | optimizer.beta2=0.95 | one update with optimizer.beta2 = 0.999 (from the default)
 algorithm.name=maxrl reward.overlong_buffer=8 | =null | lowers rewards below 0, but algorithm.estimator = 'maxrl' (
 algorithm.name=maxrl beta=0.1 algorithm.kl_in=reward | =loss | = 'reward' (from --set) lowers rewards below 0, but
-algorithm.name=ppo num_pre_q=1 algorithm.estimator=rloo | =gae | needs at least 2
+algorithm.name=ppo num_pre_q=1 algorithm.estimator=rloo | =gae | set rollout.group_size to 2 or more
 num_pre_q=1 | =2 | rollout.group_size = 1 (from --set): grpo compares the samples of a prompt with each other
 rollout.temperature=0 | =0.1 | = 0.0 (from --set): greedy samples of a prompt are identical, so grpo has nothing to
 algorithm.name=ppo rollout.temperature=0 | =1 | = 0.0 (from --set): greedy sampling does not explore
@@ -62,7 +62,7 @@ reference.revision=v1 | reference.path=a/b | needs a hub model without a revisio
 reference.path=a/b@v1 reference.revision=v1 | =null | hub model without a revision, but reference.path = 'a/b@v1'
 reference.path=a/b beta=1 reward.functions=[] | eval.every_steps=0 | nothing grades the samples of evaluations
 reward.functions=[{name: arithmetic, weight: 0}]; beta=1 | reference.path=a/b | all weights are 0
-reference.path=a/b; algorithm.name=distill; num_pre_q=1 | reward.functions=[{name: arithmetic, weight: 0}] | needs at
+reference.path=a/b; algorithm.name=distill; num_pre_q=1 | reward.functions=[{name: arithmetic, weight: 0}] | with each
 reference.path=a/b; beta=1; reward.functions=[{name: gsm8k, weight: 0}]; algorithm.filter=zero_variance | =none
    | without a reward of weight above 0, the rewards of a group are always equal
 run.steps=1073741824 algorithm.epochs=2 | =1 | give more than 2,147,483,647 optimizer steps
@@ -98,9 +98,9 @@ env.source=guess_number rollout.placement=global | =island | an environment answ
 env.tools=calculator rollout.stop=[x] | =[] | turns end at the model's end-of-turn token
 rollout.routing_replay=true env.tools=calculator | =[] | observations are not recorded
 env.source=guess_number rollout.pdsr.on_fast_limit=truncate rollout.scheduler=pdsr_v1 | =pdsr_v2 | has graded them
-mesh.coordinator_address=auto mesh.num_processes=2 | =null | must be null with mesh.coordinator_address: auto
+mesh.coordinator_address=auto mesh.num_processes=2 | =null | auto finds the hosts itself; set this to null
 mesh.num_processes=2 | =null | also set mesh.coordinator_address and mesh.process_id, or only mesh.coordinator_address
-mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=2 | =1 | ids range from 0 to 1$
+mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=2 | =1 | own id from 0 to 1$
 mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=1 mesh.expect_processes=4 | =2
    | mesh.expect_processes = 4 (from --set) differs from mesh.num_processes = 2 (from --set)
 mesh.cpu_devices=8 mesh.platform=tpu | =cpu | is for CPU hosts, but mesh.platform = 'tpu' (from --set)
