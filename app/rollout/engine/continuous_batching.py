@@ -44,7 +44,6 @@ class ContinuousBatchGenerator(SampleGenerator):
         """Called once per segment with the numbers of finished samples, all samples and generated tokens."""
 
     def compile(self, rules: SamplingRules) -> None:
-        """Compiles the engine's programs; see `SampleGenerator.compile`."""
         self.engine.compile(rules)
 
     def _run_in_order(
@@ -122,7 +121,6 @@ class ContinuousBatchGenerator(SampleGenerator):
         return 0 if self.conversations is None else self.conversations.num_acting
 
     def _limits(self, *, has_waiting: bool, lengths: Sequence[int]) -> SegmentLimits:
-        """Returns the limits of the next segment, given the lengths of finished samples."""
         engine = self.engine
         prior = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
         return segment_limits(

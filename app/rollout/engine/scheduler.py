@@ -275,7 +275,6 @@ class SlotScheduler:
         return device.pool.allocate(count)
 
     def _release(self, slot: Slot) -> None:
-        """Frees the blocks of a row that has left its slot."""
         pool = self.devices[slot.device].pool
         pool.release(slot.blocks)
         # A non-finite value would break the next row even where it is masked.
@@ -366,7 +365,6 @@ class SlotScheduler:
         return length
 
     def _preempt(self, slot: Slot) -> None:
-        """Puts a row back into the queue, without its cache."""
         self.remove(slot)
         self.queued.appendleft(SuspendedSequence(slot.row))
         self._counters.preempted_rows += 1

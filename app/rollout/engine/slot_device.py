@@ -83,7 +83,6 @@ class SlotDevice:
         return self.blocks_for(slot.num_cached(slot.remaining)) > len(slot.blocks)
 
     def add(self, slot: Slot) -> None:
-        """Adds a row with its blocks."""
         self.slots.append(slot)
         if self._num_growing is not None:
             self._num_growing += self._grows(slot)

@@ -104,7 +104,6 @@ def _search(
     num_bits: int,
     bits_per_pass: int,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of the values that `lowest_reached` finds."""
     num_passes = -(-num_bits // bits_per_pass)
 
     def add_digit(number: Array, found: Array) -> Array:

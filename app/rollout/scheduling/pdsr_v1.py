@@ -118,7 +118,6 @@ class PdsrV1Policy(SchedulingPolicy):
         self._queues[self._queue_for_sample(entry)].put(entry.uid, -1, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> SampleRole:
-        """Returns the queue for a sample that has already run."""
         if self._is_running_probe(entry):
             return "probe"
         if entry.moves or self._probes.is_probe(entry) or self.context.outgrows(entry, "fast"):

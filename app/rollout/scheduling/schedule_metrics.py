@@ -170,7 +170,6 @@ class ScheduleMetricsTracker:
             self._record_end(row.uid, row.finish, at=event.at - event.seconds * (1 - share))
 
     def _record_end(self, uid: str, finish: str | None, *, at: float) -> None:
-        """Records the end of a sample, if it has ended."""
         if finish is None:
             return
         self.end_times.append(at)
