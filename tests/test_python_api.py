@@ -144,7 +144,7 @@ def test_a_run_ended_by_on_step_or_ctrl_c_is_saved_and_can_continue(config: Path
     with pytest.raises(InputError, match=r"^checkpoint: role='reference' uses only the weights of model\.path"):
         grpo.score([sample("2", 0)], role="reference", checkpoint=run.path)
     assert (run.path / "settings.yaml").read_text() == saved
-    with pytest.raises(KeyboardInterrupt, match="resume='auto' continues"):
+    with pytest.raises(KeyboardInterrupt, match="continue it with resume='auto'"):
         train(config, on_step=lambda _: os.kill(os.getpid(), signal.SIGINT), overrides=once, resume="must")
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     last = program.metrics_of(run.path)[-1]["step"]

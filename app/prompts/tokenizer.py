@@ -385,7 +385,7 @@ def _chosen_eos_id(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, tok
     if isinstance(token, int):
         if token >= _num_rows(files):
             raise InputError(
-                f"model.eos_tokens: expected token ids from 0 to {_num_rows(files) - 1} for {files.path}, got {token}"
+                f"model.eos_tokens: expected token ids of {files.path} from 0 to {_num_rows(files) - 1}, got {token}"
             )
         return token
     if (known := hf_tokenizer.get_vocab().get(token)) is not None:
