@@ -16,7 +16,7 @@ from jax.stages import Compiled
 from jaxtyping import Array
 
 MAX_PIECE_BYTES = 1 << 26
-"""Maximum bytes of a piece: a device holds up to three, but smaller ones would be dominated by start-up costs."""
+"""Maximum bytes of a piece: a device can hold three, and the transfer takes longer than its start-up."""
 
 
 def gather_in_pieces(x: Array, whole: np.ndarray | None) -> None:

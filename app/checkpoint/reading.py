@@ -47,7 +47,7 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
 
 
 def read_verified(read: Callable[[], Any], sums: Mapping[str, int], target: Any) -> tuple[Any, str]:
-    """Returns the result of `read` with the dtypes of `target` and "", or None and a reason if it is damaged.
+    """Returns the result of `read` with the dtypes of `target` and "", or None and a reason if the state is damaged.
 
     Args:
         sums: checksums of all arrays of the checkpoint, by path.

@@ -149,7 +149,7 @@ class AdaptedEnvironment:
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
-            raise PlugInValueError(f"returned a score named {wrong[0]!r}, expected letters, digits, _, ., @ and -")
+            raise PlugInValueError(f"returned a score named {wrong[0]!r}, expected 1 to 64 of A-Z a-z 0-9 _ . @ -")
         return {name: to_number(value) for name, value in scores.items()}
 
     def close(self) -> None:

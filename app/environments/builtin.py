@@ -33,7 +33,7 @@ def calculator(expression: str) -> str:
     """
     expression = re.sub(r"(?<=\d),(?=\d{3})", "", expression.strip())
     if len(expression) > MAX_EXPRESSION:
-        raise ValueError(f"the expression is longer than {MAX_EXPRESSION} characters")
+        raise ValueError(f"the expression has {len(expression)} characters, expected at most {MAX_EXPRESSION}")
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body, expression)
     except SyntaxError:
