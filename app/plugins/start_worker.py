@@ -1,6 +1,6 @@
 """Starts a worker process: `start_worker.py app.reward.worker_main` calls `main` of that module.
 
-The module may import only the standard library, pydantic, and modules of this project that do the same. Before the
+The module may import only the standard library, pydantic, and project modules with the same restriction. Before the
 call, modules of `app` are removed from `sys.modules`, because the user may have a package of this name.
 """
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-"""Constants of `man 2 prctl`."""
+"""Options of the Linux call prctl, which Python does not define."""
 KILL_LIMIT_S = 10
 
 
 def supervise() -> None:
-    """Forks and returns in the child, whose exit makes the parent kill all its descendants and exit the same way.
+    """Forks and returns in the child. When the child exits, the parent kills all other descendants and exits likewise.
 
     The parent kills the child on SIGTERM, and when the trainer or the thread that started the worker ends. Only Linux
     can reassign orphans to an ancestor (subreaper), so other systems have no supervisor.

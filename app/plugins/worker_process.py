@@ -26,7 +26,7 @@ SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """Folder that contains the `app` package."""
 
 PR_SET_DUMPABLE = 4
-"""The constant of `man 2 prctl`."""
+"""An option of the Linux call prctl, which Python does not define."""
 
 ALLOWED_ENVIRONMENT = frozenset(
     {

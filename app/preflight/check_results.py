@@ -67,7 +67,7 @@ class CheckRecorder:
     def run_check(self, check: str, advice: str = "") -> Iterator[None]:
         """Returns a context manager that records an exception as a failure of `check`, so that later checks still run.
 
-        `advice` is added unless the exception is an InputError, whose message contains its own.
+        `advice` is added unless the exception is an InputError, whose message already says what to do.
         """
         try:
             yield

@@ -377,7 +377,7 @@ def _check_memory(
 def _check_networks(
     recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs
 ) -> None:
-    """Checks attention and runs the networks with their real weights; skips this on all hosts if one cannot."""
+    """Checks attention and runs the networks with their real weights; skips this on all hosts if one host cannot."""
     if max_over_hosts(np.asarray(int(opened is None))):
         reason = "the model or the mesh is missing on this host or on another one"
         recorder.skip("attention", *inputs.weight_checks, reason=reason)

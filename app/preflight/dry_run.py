@@ -92,7 +92,7 @@ class DryRunReport:
     """Micro-batches of the reward model in a step; None without a reward model."""
     num_reward_model_parameters: int
     memory: Mapping[str, MemoryBreakdown]
-    """Memory by phase and buffer; temporaries only with `--compile`."""
+    """Bytes on each device by phase and buffer; with `--compile`, they include the temporaries of programs."""
     programs: tuple[CompiledProgram, ...]
     """Compiled programs; empty without `--compile`."""
     peak_bytes: int

@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def group_size(self) -> int:
-        """The number of devices in one group of a collective.
+        """Number of devices in one group of a collective.
 
         Groups are written as a list, `{{0,1},{2,3}}`; as their shape, `[2,2]<=[4]`; or as axes of a mesh, as in
         `mesh['x'=2,'y'=4] {'y'}`, where `'y':(2)2` stands for a part of size 2 of an axis.

@@ -140,7 +140,7 @@ class AlgorithmSettings(Section):
     """Discount factor per token, for estimators that credit each token."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """Lambda of GAE. With 1, returns are sums of observed rewards; with 0, they are the reward of a token plus the
-    critic's value of the next one."""
+    critic's value of the next token."""
     length_adaptive_lam: float | None = Field(default=None, gt=0)
     """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: the advantages of a sample with n trainable tokens use
     lambda = max(0, 1 - 1 / (alpha n)) instead of `algorithm.lam`. Null disables this."""

@@ -218,10 +218,10 @@ class RolloutSettings(Section):
     half the memory of bfloat16, but the sampler then differs from the trained policy, which `algorithm.correction`
     corrects."""
     routing_replay: bool = False
-    """For a mixture of experts, records the experts of each token during generation and uses the same ones in scoring
-    and updates, where rounding would choose others for some tokens. All samples of a prompt use the routes of one of
-    them for the prompt's tokens. It takes one byte per token, layer and active expert in memory (384 bytes per token
-    for Qwen3-30B-A3B), and makes `rollouts/` a third larger."""
+    """For a mixture of experts, records the experts of each token during generation and reuses them in scoring and
+    updates, where rounding would choose others for some tokens. All samples of a prompt use one sample's routes for the
+    prompt's tokens. It takes one byte per token, layer and active expert in memory (384 bytes per token for
+    Qwen3-30B-A3B), and makes `rollouts/` a third larger."""
     devices: Annotated[float | tuple[int, ...] | None, BeforeValidator(_validate_rollout_devices)] = None
     """Devices of each host that only generate while the other devices train, with `rollout.max_staleness` above 0: a
     fraction such as 0.5, or their indices on every host, such as `[2, 3]`. `mesh.shape` is then the mesh of the
