@@ -17,7 +17,7 @@ LOW_RATE, HIGH_RATE = 0.1, 0.9
 
 
 class PassRateOrder:
-    """Samples the prompts of each round without replacement, with weights p (1 - p) + `FLOOR`, p = running pass rate.
+    """Samples the prompts of each round without replacement, with weights p (1 - p) + `FLOOR` for running pass rates p.
 
     p (1 - p) is the variance of a reward of 0 or 1, which drives group-relative learning. An unseen prompt counts as p
     = 1/2. In a mixture, the weights of each source's prompts sum to its share.

@@ -72,7 +72,7 @@ class ObservationEncoder:
     def fitted(self, messages: Messages, max_tokens: int | None) -> Messages:
         """Returns the messages, cut to `max_tokens` tokens of text in total; None = no limit.
 
-        A note for the policy replaces the cut text; neither it nor the template's tokens count.
+        A note for the policy replaces the cut text; neither the note nor the template's tokens count.
         """
         if max_tokens is None:
             return messages

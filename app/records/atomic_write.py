@@ -21,7 +21,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 def open_atomic(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file with a temporary name in the same folder, and renames it to `path` if the block does not raise.
 
-    Its content is first synced to the disk; otherwise, a power failure could leave an empty file with the new name.
+    The file is first synced to the disk; otherwise, a power failure could leave an empty file with the new name.
     """
     # A random number, because hosts may write the same file in a shared folder, and in containers with the same process
     # id.
