@@ -155,7 +155,6 @@ class Pool:
         self._environment = environment
         self._workers: list[Worker] = []
         self._start_failed = False
-        """Whether the most recent start of a worker failed."""
         self._suspects: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
         """Jobs that wait for a worker, apart from suspects."""

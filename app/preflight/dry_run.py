@@ -106,7 +106,6 @@ class DryRunReport:
         return asdict(self)
 
     def to_text(self) -> str:
-        """Returns the report as readable text."""
         table = format_table([part for part in self._sizes() if part[1]], header=("", ""), num_left=2)
         memory = format_step_memory(self.memory, self.programs, available_bytes=self.available_bytes)
         size = format_bytes(self.checkpoint_bytes)

@@ -31,7 +31,6 @@ from settings.errors import InputError
 from settings.schema.model import split_revision
 
 REQUEST_TIMEOUT_S = 5.0
-"""Timeout of one HTTP request."""
 HUB_DATA_PREFIX = "hf:"
 WANDB_KEY = "WANDB_API_KEY"
 

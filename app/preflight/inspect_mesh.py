@@ -121,7 +121,6 @@ class MeshInspection:
         return asdict(self)
 
     def to_text(self) -> str:
-        """Returns the report as readable text."""
         size = self.device_memory_bytes
         memory = "memory unknown" if size is None else f"{format_bytes(size)} each"
         simulated = "" if self.pretended is None else f" of a simulated {self.pretended}"
