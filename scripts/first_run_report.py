@@ -19,17 +19,17 @@ from settings import InputError, load
 
 COMMANDS = ("dry-run", "doctor", "inspect-mesh", "train")
 PHASES = ("rollout", "score", "update", "step")
-"""The phases whose times are in `metrics.jsonl`."""
+"""Phases of a step whose times the report shows."""
 NUM_WARM_UP_STEPS = 2
-"""The number of first steps that may compile, which the median excludes."""
+"""Number of first steps that may compile and are therefore excluded from the median."""
 SHOWN_CHECKS = ("devices", "versions", "mesh", "memory", "attention", "forward", "gradients")
-"""The checks of `grpo doctor` whose findings are shown even if they are `ok`."""
+"""Checks of `grpo doctor` that the report shows even if their verdict is `ok`."""
 MAX_LINES_OF_ERROR = 8
 LINE = "-" * 60
 
 
 def report(folder: Path) -> str:
-    """Returns the report as text; values that are missing because a command failed are omitted or shown as `-`."""
+    """Returns the report as text; values that a failed command did not write are omitted or shown as `-`."""
     settings = load(str(folder / "settings.yaml"), [], {}).settings
     doctor, inspection = (_read_json(folder / f"{name}.out") for name in ("doctor", "inspect-mesh"))
     run = RunDirectory.from_settings(settings.run)
@@ -58,7 +58,7 @@ def _read(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """Returns the object in a file, or an empty one if the command has not printed one."""
+    """Returns the JSON object in a file; empty if the command has not printed an object."""
     text = _read(path)
     return json.loads(text) if text.startswith("{") else {}
 
@@ -95,7 +95,7 @@ def _memory(inspection: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -
 
 
 def _phases(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a table of seconds measured over the steps after compilation."""
+    """Yields a table with the median time of each phase in the steps after compilation, and the first step's time."""
     warm = steps[NUM_WARM_UP_STEPS:]
     if not warm:
         return

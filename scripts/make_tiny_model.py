@@ -2,13 +2,12 @@
 
     python scripts/make_tiny_model.py --out app/model/builtin/tiny
 
-The decoder is trained on the training split of the generator. The answer of a problem is correct in 30 % of the
-examples; in 70 % it has a beginner's mistake: every column is added separately, without carries (`47 + 38 = 75`,
-`60 + 70 = 30`). The resulting model writes one integer and stops; its most likely answer ignores the carries; some
-sampled answers do carry, though they may contain other errors. Adding with carries is thus partly known but not
-preferred. Reinforcement learning then makes the correct behaviour common and more accurate; the model does not learn
-addition from scratch.
-This script never reads the held-out split, but the share of mistakes and the number of steps were chosen with the
+The decoder is trained on the training split of `builtin:arithmetic`. In 30 % of the examples the answer is correct; in
+70 % it has a beginner's mistake: every column is added separately, without carries (`47 + 38 = 75`, `60 + 70 = 30`).
+The resulting model writes one integer and stops. Its most likely answer ignores the carries; some sampled answers do
+carry, though they may contain other errors. Reinforcement learning then makes adding with carries common and more
+accurate; the model does not learn addition from scratch.
+This script never reads the held-out split, but the fraction of mistakes and the number of steps were chosen with the
 held-out results of trial runs.
 """
 
@@ -43,7 +42,7 @@ from app.prompts.arithmetic import make_problems
 from app.records.sample import Prompt, Sample
 
 LEVEL_SHARES = {2: 0.4, 3: 0.6}
-"""Maps a difficulty level to its fraction of a batch."""
+"""Maps a difficulty level to its fraction of the training rows."""
 RIGHT_SHARE = 0.3
 NUM_PROBLEMS = 40_000
 LEARNING_RATE = 3e-3
@@ -82,7 +81,7 @@ CONFIG: dict[str, Any] = {
 def make_tokenizer(
     control_tokens: Sequence[str] = CONTROL_TOKENS, characters: str = CHARACTERS
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer that drops blanks and has one token per other character: `47 + 38 = ?` has seven tokens."""
+    """Returns a tokenizer that drops spaces and makes each other character a token: `47 + 38 = ?` has seven tokens."""
     vocabulary = {token: i for i, token in enumerate((*control_tokens, *characters))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.normalizer = normalizers.Replace(Regex(r"\s"), "")
@@ -95,7 +94,7 @@ def make_tokenizer(
 
 
 def without_carries(left: int, right: int) -> int:
-    """Returns the sum of two numbers without carries: 47 + 38 -> 75, 60 + 70 -> 30."""
+    """Adds each column of two numbers without carries: 47 + 38 -> 75, 60 + 70 -> 30."""
     columns = zip(f"{left:03}", f"{right:03}", strict=True)
     return int("".join(str((int(a) + int(b)) % 10) for a, b in columns))
 
@@ -103,7 +102,7 @@ def without_carries(left: int, right: int) -> int:
 def training_rows(
     tokenizer: PreTrainedTokenizerFast, *, num_problems: int, right_share: float = RIGHT_SHARE
 ) -> tuple[TokenBatch, np.ndarray]:
-    """Returns problems of the training split with correct and wrong answers, and the probability of each row."""
+    """Returns rows of training problems with correct or wrong answers, and the probability of drawing each row."""
     problems = make_problems(
         difficulty=tuple(LEVEL_SHARES), operators=("+",), num_problems=num_problems, split="train", seed=0
     )
@@ -123,7 +122,7 @@ def training_rows(
 
 
 def pack_rows(rows: Sequence[Sequence[Sample]]) -> TokenBatch:
-    """Returns packed rows of equal length, each with the samples of one item of `rows`."""
+    """Packs the samples of each item of `rows` into one row; all rows have equal length."""
     samples = list(chain.from_iterable(rows))
     completion = max(sum(len(s.completion_ids) for s in row) for row in rows)
     total = max(sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in row) for row in rows)
@@ -141,7 +140,12 @@ def train(
     num_steps: int,
     num_rows: int,
 ) -> Params:
-    """Returns the weights after `num_steps` of AdamW on the mean negative logprob of the tokens in the loss."""
+    """Trains from random weights for `num_steps` of AdamW on the cross-entropy of the tokens in the loss.
+
+    Args:
+        probabilities: probability of drawing each row.
+        num_rows: rows per step.
+    """
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, num_steps // 10, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
@@ -174,7 +178,7 @@ def train(
 
 
 def write_weights(directory: Path, definition: DecoderDefinition, params: Params) -> None:
-    """Writes `model.safetensors` in bfloat16 with the names and layout of Hugging Face, which `load_weights` reads."""
+    """Writes `model.safetensors` in bfloat16 with the tensor names and layout of Hugging Face."""
     flat = flatten_by_path(jax.device_get(params))
     tensors = {}
     for entry in expected_tensors(definition):
@@ -187,7 +191,7 @@ def write_weights(directory: Path, definition: DecoderDefinition, params: Params
 
 
 def write_tokenizer_and_config(directory: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes all files of a Hugging Face directory except the weights."""
+    """Writes config.json, generation_config.json and the tokenizer files of a Hugging Face directory."""
     generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -202,7 +206,7 @@ def main(
     num_steps: int,
     num_rows: int,
 ) -> None:
-    """Trains on rows drawn by their probabilities, `num_rows` per step, and writes the model to `--out`."""
+    """Trains on the rows of `make_rows`, `num_rows` per step, and writes the model to `--out`."""
     parser = argparse.ArgumentParser(description="Makes the starting weights of a built-in model.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)

@@ -2,7 +2,7 @@
 
     python scripts/make_tiny_teacher.py --out app/model/builtin/tiny_teacher
 
-It is trained like `builtin:tiny` (scripts/make_tiny_model.py), but only on correct answers.
+The teacher is trained like `builtin:tiny` (scripts/make_tiny_model.py), but only on correct answers.
 """
 
 from functools import partial

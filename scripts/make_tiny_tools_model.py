@@ -7,13 +7,14 @@ The decoder is trained on two kinds of conversations, which differ in their firs
 - A product such as `47 * 38 = ?`, which such a small network cannot compute. In 70 % of the examples, the demonstration
   answers at once with a rough estimate, `1200`, which is correct only by chance. Otherwise it calls the calculator by
   writing `<<47*38` and copies the result; sometimes it copies a wrong digit or repeats the call.
-- `?`: the policy has three guesses to find a secret digit. The first guess is any digit. Hints (`+`: the secret is
-  larger, `-`: smaller) are followed in 70 % of the guesses, by any digit that is still possible, and otherwise ignored.
+- `?`: the policy has three guesses to find a secret digit. The first guess is any digit. 70 % of the later guesses
+  follow the hints (`+`: the secret is larger, `-`: smaller) and are any digit that is still possible; the others ignore
+  the hints.
 
-The resulting model knows both formats, prefers estimates to calls, and plays badly. Reinforcement learning then makes
-the rare but useful call the usual behaviour, and leads to guesses that follow the hints and halve the remaining range;
-the model learns neither calls nor the game from nothing.
-This script never reads the held-out split of the products; the shares were chosen with the results of trial runs.
+The resulting model knows both formats, but prefers estimates to calls and plays badly. Reinforcement learning then
+makes calls the usual behaviour, and leads to guesses that follow the hints and halve the remaining range; the model
+learns neither calls nor the game from scratch.
+This script never reads the held-out split of the products; the fractions were chosen with the results of trial runs.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from scripts import make_tiny_model
 from scripts.make_tiny_model import END, pack_rows
 
 LEVEL_SHARES = {2: 0.4, 3: 0.6}
-"""Maps a difficulty level to its fraction of the products."""
+"""Maps a difficulty level of products to its fraction of them."""
 CALL_SHARE = 0.3
 """Fraction of the products for which the demonstration calls the calculator."""
 SLIP_SHARE, REPEAT_SHARE = 0.05, 0.05
-"""The fractions of calls whose result is copied wrongly and of calls that are repeated."""
+"""Fraction of calls whose result is copied wrongly, and fraction of calls that are repeated."""
 HEEDED_SHARE = 0.7
-"""The fraction of the later guesses that follow all hints; the others are any digit."""
+"""Fraction of guesses after the first that follow all hints; the others are any digit."""
 GAME_SHARE = 0.3
 """Fraction of the conversations that are games."""
 NUM_CONVERSATIONS = 40_000
 NUM_GUESSES = 3
 ROW_LENGTH = 64
-"""The length of a row in tokens; the longest conversation has 54 tokens."""
+"""Tokens of a packed row; the longest conversation has 54 tokens."""
 
 CONTROL_TOKENS = (*make_tiny_model.CONTROL_TOKENS, "<|tool|>")
 CHARACTERS = f"{make_tiny_model.CHARACTERS}<"
@@ -52,19 +53,19 @@ CONFIG: dict[str, Any] = make_tiny_model.CONFIG | {"vocab_size": len(CONTROL_TOK
 
 
 def estimate(left: str, right: str) -> str:
-    """Returns the product of two numbers rounded down to their first digits: 47 * 38 -> 1200."""
+    """Rounds both numbers down to their first digit and multiplies them: 47 * 38 -> 40 * 30 = 1200."""
     return str(int(left[0]) * int(right[0]) * 10 ** (len(left) + len(right) - 2))
 
 
 def misread(number: str, rng: np.random.Generator) -> str:
-    """Returns the number with one wrong digit."""
+    """Returns the number with one random digit changed."""
     place = rng.integers(len(number))
     digit = (int(number[place]) + rng.integers(1, 10)) % 10
     return f"{number[:place]}{digit}{number[place + 1 :]}"
 
 
 def calculation(expression: str, answer: str, rng: np.random.Generator) -> list[str]:
-    """Returns turns of the policy and the messages between them: an estimate, or a call and its copied result."""
+    """Returns a conversation about a product, see `to_sample`: an estimate, or a call, its result and the answer."""
     if rng.random() >= CALL_SHARE:
         return [estimate(*expression.split("*"))]
     call = [f"<<{expression}", f"<|tool|>{answer}"]
@@ -75,7 +76,7 @@ def calculation(expression: str, answer: str, rng: np.random.Generator) -> list[
 
 
 def game(rng: np.random.Generator) -> list[str]:
-    """Returns guesses of a random secret digit and the hints between them."""
+    """Returns a conversation about a random secret digit, see `to_sample`: guesses, with hints between them."""
     secret, low, high = rng.integers(10), 0, 9
     parts = [str(guess := rng.integers(10))]
     while guess != secret and len(parts) < 2 * NUM_GUESSES - 1:
@@ -89,7 +90,7 @@ def game(rng: np.random.Generator) -> list[str]:
 
 
 def to_sample(tokenizer: PreTrainedTokenizerFast, question: str, parts: Sequence[str]) -> Sample:
-    """Returns a conversation in which only the turns of the policy, at even positions of `parts`, are in the loss."""
+    """Encodes a conversation. `parts` are in turn the policy's turns, which alone are in the loss, and the replies."""
     chat = [{"role": "user", "content": question}]
     prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     pieces = [tokenizer.encode(f"{part}{'<|assistant|>' if i % 2 else END}") for i, part in enumerate(parts)]
@@ -102,7 +103,7 @@ def to_sample(tokenizer: PreTrainedTokenizerFast, question: str, parts: Sequence
 
 
 def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_conversations: int) -> tuple[TokenBatch, np.ndarray]:
-    """Returns rows of games and of products of the training split, and the probability of each row."""
+    """Returns packed rows of games and of training products, and the probability of drawing each row."""
     rng = np.random.default_rng(0)
     num_games = int(GAME_SHARE * num_conversations)
     samples = [to_sample(tokenizer, "?", game(rng)) for _ in range(num_games)]

@@ -1,12 +1,12 @@
-"""Shows whether the tests detect single-line faults of the program. Developers run it; it takes minutes to hours.
+"""Shows which random faults in the program the tests detect. It takes minutes to hours.
 
 python scripts/mutate.py --packages update advantage --faults 20 > new.jsonl
 python scripts/mutate.py --packages update advantage --faults 20 --tests ../other/tests > other.jsonl
 
-A fault changes an operator, a constant, a condition, a name or a result, or removes a call. Faults are drawn at
-random, determined by code and seed, and applied one at a time to a copy of the working tree, where the fast tests of
-the package (`tests/PACKAGE`) run until one fails. Prints one JSON object per fault: `caught`, `survived` or
-`timed out`. Not every survivor is a gap in the tests: some faults do not change the behaviour.
+A fault changes an operator, a constant, a condition, a name or a result, or removes a call. The same code and seed
+always give the same faults. Each is applied to a copy of the working tree, where the fast tests of the package
+(`tests/PACKAGE`) run until one fails. The script prints one JSON object per fault, whose result is `caught`, `survived`
+or `timed out`. Not every survivor is a gap in the tests: some faults do not change the behaviour.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ OPERATORS = both_ways(
 )
 EXTREMES = both_ways({"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all"})
 ROLES = both_ways({"policy": "reference", "prompt": "completion", "prompts": "completions", "fast": "heavy"})
-"""Part of a name -> part that replaces it in a fault, if the file also contains the resulting name."""
+"""Maps a part of a name to its replacement in a fault, which the file must also use as a name."""
 PLACE = ("package", "file", "line", "before", "after")
 
 
 class Fault(NamedTuple):
-    """A replacement for the bytes `start` to `end` of a file."""
+    """The replacement of the bytes `start` to `end` of a file with `text`; `before` and `after` show the line."""
 
     package: str
     file: str
@@ -63,7 +63,7 @@ class Fault(NamedTuple):
 
 
 def find_faults(source: bytes, *, package: str, file: str) -> list[Fault]:
-    """Returns all faults of a file, in the order of their positions."""
+    """Returns all possible faults of a file, in the order of their positions."""
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
     names = {getattr(node, field, "") for node in ast.walk(tree) for field in ("id", "attr", "arg")}
     faults = []
@@ -79,7 +79,7 @@ def find_faults(source: bytes, *, package: str, file: str) -> list[Fault]:
 
 
 def program_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a tree except types, assertions and f-strings, which are mostly messages."""
+    """Yields the nodes in which faults are made: all except types, assertions and f-strings, which are messages."""
     is_type = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"
     if is_type or isinstance(node, ast.JoinedStr | ast.Assert):
         return
@@ -92,7 +92,7 @@ def program_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def changes(node: ast.AST, names: Set[str]) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | str]]:
-    """Yields the possible replacements at a node. `names` are the names that occur in the file."""
+    """Yields (node to replace, replacement) for each fault at a node; `names` are all names in the file."""
     match node:
         case ast.BinOp(left, operator, right) if type(operator) in OPERATORS and not (is_text(left) or is_text(right)):
             yield node, ast.BinOp(left, OPERATORS[type(operator)](), right)
@@ -133,7 +133,7 @@ def swapped_names(name: str, names: Set[str]) -> list[str]:
 
 
 def is_text(node: ast.expr) -> bool:
-    """Returns whether `+` or `/` with this node joins texts or paths, so that every fault ends in a TypeError."""
+    """Returns whether a node is a string; another operator than `+` or `/` would then always raise TypeError."""
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
@@ -149,7 +149,7 @@ def draw_faults(package: str, *, num_faults: int, seed: int) -> list[Fault]:
 
 
 def survivors_of(output: Path) -> list[Fault]:
-    """Returns the faults that survived according to an earlier output and that the code still allows."""
+    """Returns the faults that survived in an earlier output, if they are still possible in the code."""
     records = [json.loads(line) for line in output.read_text().splitlines()]
     places = {tuple(one[name] for name in PLACE) for one in records if one["result"] == "survived"}
     packages = sorted({package for package, *_ in places})
@@ -157,7 +157,7 @@ def survivors_of(output: Path) -> list[Fault]:
 
 
 def copy_tree(target: Path, tests: Path) -> None:
-    """Copies the files that git does not ignore, but with the tests of the folder `tests`."""
+    """Copies the files that git does not ignore to `target`, and the folder `tests` as `tests/`."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, check=True, text=True).stdout.split("\0")
     for name in names:
@@ -168,7 +168,7 @@ def copy_tree(target: Path, tests: Path) -> None:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, first by SIGINT, so that it can end the processes that its tests have started."""
+    """Ends a process group: first by SIGINT, so that pytest can end the processes that tests have started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -179,7 +179,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_tests(tree: Path, folders: Sequence[str], *, limit_s: float) -> dict[str, str | float | None]:
-    """Returns the result (`caught` if a test has failed), and the first failed test."""
+    """Runs tests until one fails; returns the result (such as `caught`), the first failed test and the seconds."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", FAST, *folders]
     environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "CI": "true"}
     start = time.monotonic()
@@ -213,7 +213,7 @@ def main() -> None:
     drawn = (draw_faults(name, num_faults=chosen.faults, seed=chosen.seed) for name in chosen.packages)
     faults = survivors_of(chosen.only) if chosen.only else [fault for of_package in drawn for fault in of_package]
     if not faults:
-        parser.error("no fault can be made: --packages names none with code, or --only a file without survivors")
+        parser.error("no fault to try: name a package with code in --packages, or an output with survivors in --only")
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         tree = Path(folder) / "program"
         copy_tree(tree, chosen.tests)

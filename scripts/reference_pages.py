@@ -1,4 +1,4 @@
-"""Writes the generated pages of sops/reference/: all settings from the schema, and all metrics from their registry.
+"""Writes the pages of all settings and all metrics in sops/reference/ from the schema and the metric registry.
 
 python scripts/reference_pages.py
 """
@@ -36,7 +36,7 @@ METRICS_HEAD = (
 
 
 def settings_page() -> str:
-    """Returns the page of all settings, one section for each section of the settings."""
+    """Returns the page of all settings, with a heading for each section of the settings."""
     items = []
     for name, field in FIELDS.items():
         described = describe_field(field)
@@ -50,7 +50,7 @@ def settings_page() -> str:
 
 
 def metrics_page() -> str:
-    """Returns the page of all metrics, one section for each prefix."""
+    """Returns the page of all metrics, with a heading for each prefix."""
     items = []
     for entry in METRICS:
         names = ", ".join(f"**`{name}`**" for name in entry.pattern.split(", "))
@@ -61,7 +61,7 @@ def metrics_page() -> str:
 
 
 def _prefix(entry: Metric) -> str:
-    """Returns the part of a metric's name by which the page groups it, such as `reward/`."""
+    """Returns the heading under which the page lists a metric, such as `reward/`."""
     start, separator, _ = entry.pattern.partition("/")
     if not separator:
         return "Step and loss"
@@ -69,7 +69,7 @@ def _prefix(entry: Metric) -> str:
 
 
 def _page(head: Iterable[str], items: list[tuple[str, str]]) -> str:
-    """Returns a page: its head, links to its sections, and the items by section, in order of first appearance."""
+    """Returns a page of (section, text) items: the head, links to the sections, and the texts by section."""
     sections = {section: [text for other, text in items if other == section] for section, _ in items}
     titles = {name: name if name[0].isupper() else f"`{name}`" for name in sections}
     links = " · ".join(f"[{title}](#{_anchor(title)})" for title in titles.values())
@@ -85,7 +85,7 @@ def _anchor(title: str) -> str:
 
 
 def _wrap(text: str, bullet: str = "") -> str:
-    """Returns the text in lines of at most `WIDTH` columns, without breaks inside code and links."""
+    """Wraps a text to lines of at most `WIDTH` columns, without breaks inside code and links."""
     whole = re.sub(r"`[^`]+`|\[[^]]*\]\([^)]*\)", lambda match: match[0].replace(" ", "\0"), text)
     indent = " " * len(bullet)
     lines = textwrap.fill(

@@ -1,4 +1,4 @@
-"""The build hook that puts the wheel into one folder `grpo/`, because other packages may also have a folder `app`."""
+"""Places all files of the wheel in one folder `grpo/`, because other packages may also have a folder `app`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHEEL_PATHS = {
 
 
 class WheelLayout(BuildHookInterface):
-    """Adds the files of the program; version `editable` (`pip install -e`) adds the checkout to the path instead."""
+    """Build hook that maps the program's files to `WHEEL_PATHS`, except in an editable install (`pip install -e`)."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "standard":

@@ -69,7 +69,7 @@ class RoundPrompts:
 
     @cached_property
     def order(self) -> PromptOrder | MixtureOrder | PassRateOrder:
-        """The global order of prompts; cached, because a curriculum must keep the rounds that it has drawn."""
+        """The global order of prompts; cached, because the order of a curriculum remembers what it has drawn."""
         return make_prompt_order(self.settings.data, self.prompts, seed=self.settings.run.seed)
 
     def prompts_at(self, position: int) -> list[Prompt]:

@@ -2,10 +2,10 @@
 
     python scripts/bench/attention_floor.py [--slice v5e-8] [--tokens 16384] [--prompts 512 2048 8192]
 
-The script compiles the forward and backward pass of the attention of one layer with the heads of Qwen2.5-1.5B in
-bfloat16, for rows of eight samples that share a prompt. The bound counts only visible pairs of tokens: twelve
-FLOPs for each pair and element of a head, at the peak of the chip. The compiler estimates all times, and nothing is
-measured; libtpu is needed (`pip install -e '.[tpu]'`).
+The script compiles the forward and backward pass of one attention layer with the heads of Qwen2.5-1.5B in bfloat16,
+for rows of eight samples that share a prompt. The lower bound counts only visible pairs of tokens: twelve FLOPs per
+pair and head dim, at the peak FLOP/s of the chip. All times are estimates of the compiler, not measurements; libtpu is
+needed (`pip install -e '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
-    """Returns a row of the printed table, for prompts of one length."""
+    """Returns a row of the printed table, for prompts of `prompt` tokens."""
     schedules = kernel_schedules()
     place, architecture = parse_slice(slice_name), architecture_from_config(QWEN2_5[MODEL])
     mesh = Mesh(np.array(compile_only_devices(place)).reshape(1, -1, 1), AXES)

@@ -3,12 +3,11 @@
 A bucket server runs on this machine. Between it and the run, a proxy delays, cuts, resets and stalls connections at
 random. The run is killed or gets SIGTERM at a random moment, also while it starts, fetches or ends. Then its disk is
 emptied, kept, or kept with a damaged checkpoint, and the same command continues with `--resume auto` until the run is
-complete. Finally its weights and metrics are compared bit for bit with those of a run without a bucket, and the next
-run starts.
+complete. Finally its weights and metrics are compared bit for bit with a run without a bucket, and the next run starts.
 
     python scripts/bench/bucket_faults.py s3|gs [--kills 50] [--minutes 60] [--seed 0] [--out FILE]
 
-The exit code is 1 if a run did not continue from a complete checkpoint in the bucket, or if a run ended differently.
+The exit code is 1 if a run did not continue from a complete checkpoint in the bucket, or ended with other results.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ PROGRAM = (
     "from app.tracking import bucket, run_mirror; bucket.TIMEOUT_S = 5.0; "
     "run_mirror.RENEW_S, run_mirror.LEASE_S = 1.0, 4.0; import cli; cli.main()"
 )
-"""The program, with shorter times until a lease expires after a kill and until a stalled request fails."""
+"""Runs grpo with shorter time limits for requests and leases, so that trials take less time."""
 UNREACHABLE = "BucketUnreachableError"
 
 
 def started(folder: Path, run_dir: str, name: str) -> subprocess.Popen[bytes]:
-    """Starts a run, or continues it, with its files and its log in `folder`."""
+    """Starts or continues a run, with its files and its log in `folder`."""
     overrides = (*SETTINGS, f"run.dir={run_dir}", f"run.name={name}", "mesh.cpu_devices=1")
     caching = {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     place = {"PYTHONPATH": str(REPOSITORY), "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
@@ -70,7 +69,7 @@ def newest_complete(bucket: Bucket) -> int:
 
 
 def damage(checkpoints: Path, drawn: random.Random) -> None:
-    """Truncates or clears a file of the newest checkpoint on the disk, as a reset of the machine may do."""
+    """Empties a random file of the newest checkpoint or overwrites it with zeros, as a crash of the machine may do."""
     steps = [int(folder.name) for folder in checkpoints.glob("[0-9]*")]
     if steps:
         files = sorted(path for path in (checkpoints / str(max(steps))).rglob("*") if path.is_file())
@@ -79,7 +78,7 @@ def damage(checkpoints: Path, drawn: random.Random) -> None:
 
 
 def ended(process: subprocess.Popen[bytes], after_s: float, kind: signal.Signals) -> bool:
-    """Sends the signal after `after_s` seconds, and returns whether the process was still running then."""
+    """Sends the signal `kind` after `after_s` seconds; returns False if the process ended before."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(after_s)
         return False
@@ -94,7 +93,7 @@ def ended(process: subprocess.Popen[bytes], after_s: float, kind: signal.Signals
 
 @contextmanager
 def stalled(network: Network, *, after_s: float, for_s: float) -> Iterator[None]:
-    """Stalls the network for `for_s` seconds within the block, if the block lasts that long."""
+    """Stalls the network for `for_s` seconds, `after_s` seconds after the `with` block begins, or until it ends."""
     times = ((after_s, True), (after_s + for_s, False))
     timers = [threading.Timer(at_s, setattr, (network, "is_stalled", value)) for at_s, value in times]
     for timer in timers if for_s else ():
@@ -109,7 +108,7 @@ def stalled(network: Network, *, after_s: float, for_s: float) -> Iterator[None]
 
 @dataclass
 class Trials:
-    """Starts of runs in one bucket, with random faults, and what was found."""
+    """Starts runs in one bucket with random faults, and records the outcomes."""
 
     scheme: str
     network: Network
@@ -152,7 +151,7 @@ class Trials:
         before: int,
         bucket: Bucket,
     ) -> None:
-        """Prints how a start ended, and records what is not as promised."""
+        """Prints how a start ended, and adds lost checkpoints and unexpected exit codes to `problems`."""
         fetched = re.search(r"fetched from \S+: step (\d+)", log)
         self.found["resumes"] += fetched is not None
         is_unreachable = code == 1 and UNREACHABLE in log

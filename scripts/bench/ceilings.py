@@ -18,7 +18,7 @@ RUNS = 7
 
 
 def median_seconds(call: Callable[[], jax.Array]) -> float:
-    """Returns the median seconds of `RUNS` calls after a first call that compiles."""
+    """Returns the median seconds of `RUNS` calls; an earlier call compiles."""
     call().block_until_ready()
     seconds = []
     for _ in range(RUNS):
@@ -29,14 +29,14 @@ def median_seconds(call: Callable[[], jax.Array]) -> float:
 
 
 def matmul_flops_per_s(size: int = SIZE) -> float:
-    """Returns the FLOP/s of a square float32 matmul, which takes 2 size^3 FLOPs."""
+    """Returns the FLOP/s of a float32 matmul of two [size, size] matrices, which takes 2 size^3 FLOPs."""
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
     return 2 * size**3 / median_seconds(lambda: product(x, x))
 
 
 def read_bytes_per_s(num_bytes: int = COPIED_BYTES) -> float:
-    """Returns the bytes per second of a sum over an array larger than any cache; decoding reads weights in this way."""
+    """Returns the bytes per second at which a sum reads an array larger than any cache, as decoding reads weights."""
     x = jnp.ones(num_bytes // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     return num_bytes / median_seconds(lambda: total(x))

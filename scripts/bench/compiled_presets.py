@@ -3,9 +3,9 @@
     python scripts/bench/compiled_presets.py [PRESET ...] [--out FILE.json]
 
 For each preset, the script runs `grpo inspect-mesh --compile` (GPUs) or `tpu_time.py` (TPUs) on the model's
-`config.json` alone. It runs and downloads nothing and needs no accelerator, only the compiler: `pip install -e
-'.[tpu]'` or `'.[cuda]'`. Times are the compiler's estimates for the longest prompts and answers. The tests of
-`scripts/test.sh --compile` compare each preset with the record that this script writes.
+`config.json` alone. It needs neither weights nor an accelerator, only the compiler: `pip install -e '.[tpu]'` or
+`'.[cuda]'`. Times are the compiler's estimates for the longest prompts and answers. The tests of `scripts/test.sh
+--compile` compare each preset with the JSON file that this script writes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ DEVICES = {
     **{"v5e_8": "v5e-8", "v5e_16": "v5e-16", "v6e_8": "v6e-8", "v6e_32": "v6e-32"},
     **{"v4_16": "v4-16", "v5p_64": "v5p-64"},
 }
-"""Maps a part of the name of a preset for real models to its devices; all other presets are for one GPU."""
+"""Maps a part of the name of an accelerator preset to its devices; all other presets are for one H100."""
 REAL = ("gsm8k", "math")
-"""Prefixes of the names of presets for real models on accelerators."""
+"""Prefixes of the names of accelerator presets."""
 COMPILERS = {"h100-1": "jax_cuda13_plugin"}
-"""Maps devices to the module of their compiler, which is libtpu for all others."""
+"""Maps devices to the module with their compiler; the default is libtpu."""
 FIELDS = ("argument_bytes", "temporary_bytes", "estimated_s", "parts_s", "mfu", "collective_bytes")
 GRPO = "import sys; from cli import main; sys.exit(main())"
 
 
 def devices_of(preset: str) -> str | None:
-    """Returns the devices of a preset, or None if it is not for accelerators."""
+    """Returns the devices of a preset, such as `v5e-8`; None if it is not for accelerators."""
     if not preset.startswith(REAL):
         return None
     return next((devices for part, devices in DEVICES.items() if part in preset), "h100-1")
@@ -59,7 +59,7 @@ def accelerator_presets() -> list[str]:
 
 
 def missing_compiler(preset: str) -> str | None:
-    """Returns the module of the compiler for a preset if it is not installed, or None if it is."""
+    """Returns the module with the compiler for a preset if it is not installed; None if it is installed."""
     module = COMPILERS.get(devices_of(preset) or "", "libtpu")
     return None if find_spec(module) else module
 
@@ -69,18 +69,21 @@ def model_of(preset: str) -> str:
 
 
 def without_weights(preset: str, folder: str, model: str | None = None) -> tuple[str, ...]:
-    """Writes the `config.json` of a model, which defaults to the model of the preset.
+    """Writes `config.json` of a model into `folder`, by default of the preset's model, without weights.
 
-    Returns settings for this model and for the devices of the preset, which this machine does not need to have.
+    Returns the settings for compiling with this model and the preset's devices, which this machine need not have.
     """
     (Path(folder) / "config.json").write_text(json.dumps(MODELS[model or model_of(preset)]))
     return f"model.path={folder}", f"mesh.pretend={devices_of(preset)}", "mesh.platform=auto"
 
 
 def passes_of_experts(preset: str, gradients: str) -> float | None:
-    """Returns the FLOPs of the gradients of a mixture of experts, relative to a forward pass with the active experts.
+    """Returns the FLOPs of the gradient program divided by the FLOPs of a forward pass with the active experts.
 
-    Returns None for models without experts. Neither number includes the LM head and the attention kernels.
+    Returns None for models without experts. LM head and attention kernels are not counted.
+
+    Args:
+        gradients: text of the compiled program.
     """
     architecture, settings = architecture_from_config(MODELS[model_of(preset)]), load(preset, [], {}).settings
     tokens = settings.algorithm.max_tokens_per_device
@@ -93,7 +96,7 @@ def passes_of_experts(preset: str, gradients: str) -> float | None:
 
 
 def compiled(preset: str) -> dict[str, Any]:
-    """Returns the figures of a preset's programs by `phase/name`."""
+    """Compiles a preset's programs, and returns its devices, its model, and the figures of each program."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = without_weights(preset, folder)
         sets = [word for one in overrides for word in ("--set", one)]
@@ -122,7 +125,7 @@ def compiled(preset: str) -> dict[str, Any]:
 
 
 def _known(figures: dict[str, Any]) -> dict[str, Any]:
-    """Returns the available figures: only TPUs have time estimates, and only mixtures have expert FLOPs."""
+    """Drops figures that are None: only TPUs have time estimates, and only mixtures of experts have expert FLOPs."""
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

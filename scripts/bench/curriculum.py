@@ -1,9 +1,9 @@
-"""Compares held-out accuracy with and without `data.curriculum: pass_rate` after equal numbers of generated tokens.
+"""Compares held-out accuracy with and without `data.curriculum: pass_rate` at equal numbers of generated tokens.
 
     python scripts/bench/curriculum.py --out FILE.json [--config NAME] [--seeds 5] [--runs DIR] [--set NAME=VALUE]
 
-Trains each side with every seed (0, 1, ...), one run after the other; runs that are complete in DIR are not repeated.
-Accuracy is interpolated between evaluations. Tokens of groups that a filter drops count like the others.
+Trains with and without it for every seed (0, 1, ...), one run after the other; runs that are complete in DIR are not
+repeated. Accuracy is interpolated between evaluations. Tokens of groups that a filter drops also count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.records.text_format import format_table
 
 SIDES = ("none", "pass_rate")
 PARTS = (0.25, 0.5, 0.75, 1.0)
-"""The fractions of the generated tokens of the shortest run at which accuracies are compared."""
+"""Accuracies are compared at these fractions of the tokens that the shortest run generates."""
 SPARED = ("logging.report=false", "logging.save_rollouts=false", "checkpoint.every_steps=100000", "checkpoint.keep=1")
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def curve(run: Path, config: str, settings: list[str]) -> dict[str, Any]:
-    """Trains a run, and returns its accuracies, the tokens generated before each, and the means of two metrics."""
+    """Trains a run; returns each evaluation's accuracy and the tokens generated before it, and means of two metrics."""
     sets = [word for one in (*SPARED, *settings, f"run.name={run.name}") for word in ("--set", one)]
     command = [sys.executable, "-c", GRPO, "train", "--config", config, "--resume", "auto", *sets]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -81,7 +81,7 @@ def curve(run: Path, config: str, settings: list[str]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> str:
-    """Formats mean and standard error in percent."""
+    """Formats the mean of fractions and its standard error in percent."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return f"{statistics.mean(values):.1%} ± {error:.1%}"
 

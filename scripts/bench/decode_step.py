@@ -1,11 +1,11 @@
-"""Compares the estimated time of a decoded token with one read of weights and live cache, without a TPU.
+"""Compares the estimated time of a decode step with reading the weights and the filled KV cache once, without a TPU.
 
     python scripts/bench/decode_step.py [--preset NAME] [--model NAME] [--set NAME=VALUE ...] [--new 512 8192]
         [--filled 1.0 0.5]
 
-The script compiles the decode program of a preset for its slice, for rows of its longest prompt and these numbers of
-new tokens. The lower bound is the time to read the weights and the filled share of the cache at the memory bandwidth.
-Nothing is run; the compiler estimates the times, so libtpu is needed (`pip install -e '.[tpu]'`).
+The script compiles the decode program of a preset for its TPU slice, for rows of the longest prompt and `--new` new
+tokens. The lower bound is the time to read the weights and the fraction `--filled` of the KV cache at the memory
+bandwidth. Nothing is run; the compiler estimates the times, so libtpu is needed (`pip install -e '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ...]]:
-    """Returns a row of the printed table for each filled share of the cache."""
+    """Returns a row of the printed table for each filled fraction of the KV cache in `shares`."""
     kernel_schedules()  # libtpu reads the folder of the schedules when it is loaded
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
     session = Session.open(ScoringSession.open(settings, read_config_only_spec(settings).model))

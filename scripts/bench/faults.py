@@ -1,16 +1,16 @@
 """Stops or kills one of two hosts at random moments of a run, and checks how both end and whether the run continues.
 
-Two processes with virtual CPU devices train a tiny model. In each trial one of them gets SIGTERM or is killed at a
+Two processes with virtual CPU devices train a tiny model. In each trial, one of them gets SIGTERM or is killed at a
 random moment between the first file of the run and its end. Then the same command continues with `--resume auto`, and
-some of these runs are compared bit for bit with an uninterrupted run. If both hosts had already ended well, the moment
-is drawn again; every other outcome is a trial, and the logs of failed trials are printed.
+some of these runs are compared bit for bit with an uninterrupted run. If both hosts have already ended well at that
+moment, another moment is drawn; every other outcome is a trial. The logs of failed trials are printed.
 
-During setup, SIGTERM ends a host at once; signals are handled from before the settings of the run are written. Such
-trials are also counted separately; in these, the other host must end in time, as after a death.
+SIGTERM ends a host at once during setup, which lasts until the settings of the run are written. Then the other host
+must end in time, as after a kill. Such trials are also counted separately.
 
     python scripts/bench/faults.py [--trials 30] [--heartbeat 10] [--compare-every 3] [--separate] [--out FILE]
 
-With --separate only process 0 sees the folder of the runs. The exit code is 1 if a trial did not end as promised.
+With --separate only process 0 sees the folder of the runs. The exit code is 1 if a trial failed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tests.program import free_address  # noqa: E402
 RESULTS = Path(__file__).resolve().parent / "results" / "faults.json"
 
 LOG_CHARACTERS = 6000
-"""Maximum number of last characters of each host's log that are printed for a failed trial."""
+"""Maximum number of characters from the end of each host's log that are printed for a failed trial."""
 GRACE_S = 25.0
-"""Seconds within which a host must have saved after a request to stop."""
+"""Seconds within which a host must save and end after SIGTERM."""
 START_S = 300.0
-"""Seconds within which a run starts or ends on a busy machine."""
+"""Seconds within which a run must start or end, even on a busy machine."""
 SETTINGS = (
     *("run.steps=12", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=12"),
     *("data.max_prompt_length=24", "eval.every_steps=4", "eval.num_prompts=4", "checkpoint.every_steps=3"),
@@ -63,14 +63,14 @@ class Trial:
     host: int
     """Index of the host that gets the signal."""
     after_s: float
-    """Seconds from the first file of the run until the signal."""
+    """Seconds from the first file of the run to the signal."""
     seconds: float
-    """Seconds from the signal until both hosts have ended."""
+    """Seconds from the signal to the end of both hosts."""
     codes: tuple[int, ...]
     step: int
-    """The step of the newest complete checkpoint, or -1 if there is none."""
+    """Step of the newest complete checkpoint; -1 if there is none."""
     handled: bool
-    """Whether the run's settings existed at that time, so that signals were handled."""
+    """Whether the run's settings file existed at the signal, so that the program handled signals."""
     hung: bool
     ended_as_promised: bool
     went_on: bool
@@ -83,7 +83,7 @@ class Trial:
 
 
 def started(folder: Path, name: str, heartbeat_s: int, *, separate: bool) -> list[subprocess.Popen[bytes]]:
-    """Starts both hosts of a run, which resumes if it was started before."""
+    """Starts both hosts of a run, or resumes the run; with `separate`, only process 0 sees its folder."""
     shared = (*SETTINGS, f"run.dir={folder / 'runs'}", f"run.name={name}", "mesh.num_processes=2")
     mesh = (f"mesh.coordinator_address={free_address()}", "mesh.cpu_devices=2")
     program = f"from app.distributed import shutdown; shutdown.HEARTBEAT_S = {heartbeat_s}; import cli; cli.main()"
@@ -114,7 +114,7 @@ def started(folder: Path, name: str, heartbeat_s: int, *, separate: bool) -> lis
 
 
 def wait(hosts: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
-    """Waits for all processes, kills the remaining ones, and returns whether none remained."""
+    """Waits up to `seconds`, kills the processes that still run, and returns whether all had ended."""
     end = time.monotonic() + seconds
     with suppress(subprocess.TimeoutExpired):
         for host in hosts:
@@ -127,7 +127,7 @@ def wait(hosts: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
 
 
 def begun(run: Path, hosts: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Waits for the first file of the run; returns False if it does not appear."""
+    """Waits for the first file of the run; returns False if none appears in `START_S` or a host ends."""
     end = time.monotonic() + START_S
     while not (run / ".lock").exists():
         if time.monotonic() > end or any(host.poll() is not None for host in hosts):
@@ -146,7 +146,7 @@ def newest(run: Path) -> int:
 
 
 def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    """Returns the arrays of the last checkpoint, and all metrics that do not depend on a clock."""
+    """Returns the arrays of the last checkpoint, and the metrics without times and speeds."""
     from tests.program import metrics_of, reproducible, saved_state
 
     arrays = {name: array.tobytes() for name, array in saved_state(run, LAST_STEP).items()}
@@ -154,7 +154,13 @@ def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
 
 
 def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, handled: bool, is_complete: bool) -> bool:
-    """Returns whether the hosts may end with these codes; `is_complete` means that the last step is saved."""
+    """Returns whether the exit codes are allowed after this kind of signal.
+
+    Args:
+        victim: index of the host that got the signal.
+        handled: see `Trial`.
+        is_complete: whether the last step is saved.
+    """
     of_other = codes[1 - victim]
     if kind == "SIGTERM" and (handled or codes == (75, 75)):
         # After a signal in the last step, the run is complete, or only its evaluation is missing. When everything is
@@ -167,7 +173,7 @@ def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, handled: bool
 def tried(
     kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: int, separate: bool, compared: bool
 ) -> Trial | None:
-    """Returns the result of a trial, or None if both hosts had ended before the signal."""
+    """Runs a trial and returns its result; None if both hosts had ended well before the signal."""
     name = f"{kind.replace(' ', '')}-{number}"
     run, victim = folder / "runs" / name, random.randrange(2)
     hosts = started(folder, name, heartbeat_s, separate=separate)

@@ -1,4 +1,4 @@
-"""Runs rollouts with prescribed sample lengths, in which samples end by unpredictable EOS tokens.
+"""Runs rollouts whose samples end with an EOS token at prescribed lengths.
 
 As in training, scheduler and engine know only the maximum length of a sample.
 """
@@ -53,7 +53,7 @@ EOS = 0
 RULES = SamplingRules(1.0)
 PROMPT_LENGTHS = (48, 96)
 LONGEST_OVER_MEAN = 4
-"""The maximum length of a log-normal sample divided by the mean length."""
+"""Maximum length of samples with log-normal lengths, divided by their mean length."""
 
 
 def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
@@ -63,7 +63,7 @@ def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
 
 
 def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -> UInt32[np.ndarray, "N 2"]:
-    """Returns the PRNG key of each sample's last token, at which the sample ends; keys depend on the position."""
+    """Returns the PRNG key with which the last token of each sample is drawn, so that it can be recognized."""
     of_sample = [prompts[i * len(prompts) // len(lengths)] for i in range(len(lengths))]
     group_size = len(lengths) // len(prompts)
     words = jnp.asarray(hash_uids([prompt.uid for prompt in of_sample]))
@@ -74,7 +74,7 @@ def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -
 
 
 def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
-    """Returns a sampler like `sample_tokens` that samples EOS exactly at these keys."""
+    """Returns a sampler like `sample_tokens` that returns EOS for the PRNG keys `ends`, and never otherwise."""
 
     def sampler(logits: Array, rules: SamplingRules, keys: Array) -> SampledTokens:
         drawn = sample_tokens(logits, rules, keys)
@@ -98,13 +98,13 @@ class EndingPrograms(SlotPrograms):
 
 @dataclass
 class ForcedRollout:
-    """A model, its prompts and the lengths of their samples.
+    """A model, its prompts and the prescribed lengths of their samples.
 
     Args:
-        lengths: lengths of all samples, for each seed from 0 on. With other seeds, samples end only at `longest`.
+        lengths: tokens of all samples for the seeds 0, 1, ...; with other seeds, all samples have `longest` tokens.
         longest: maximum length of a sample, which scheduler and engine know.
         slots: number of slots of each worker. The first is fast, the others are heavy, and all share one device.
-        fast_length: longest row of the fast worker including the prompt; see `rollout.workers.fast.max_length`.
+        fast_length: maximum row length of the fast worker, including the prompt (`rollout.workers.fast.max_length`).
     """
 
     model: str
@@ -127,7 +127,7 @@ class ForcedRollout:
         return len(self.lengths[0]) // len(self.prompts)
 
     def new_engine(self, num_slots: int, *, num_blocks: int | None = None, row_limit: int | None = None) -> SlotEngine:
-        """Returns an engine; engines with equal slots share their programs."""
+        """Returns a new engine; engines with the same shapes share compiled programs."""
         shapes = make_slot_shapes(
             num_slots,
             max_prompt_length=PROMPT_LENGTHS[1],
@@ -159,7 +159,7 @@ class ForcedRollout:
     def workers(
         self, policy: str, *, rule: SegmentSettings | None = None, num_workers: int | None = None
     ) -> RolloutWorkerPool:
-        """Returns new workers without knowledge of earlier rollouts."""
+        """Returns new workers, which know no sample lengths of earlier rollouts."""
         kinds: list[WorkerKind] = ["heavy" if i else "fast" for i in range(len(self.engines))]
         workers = [
             RolloutWorker(f"{kind}-{i}", kind, engine, device="0")
@@ -169,7 +169,7 @@ class ForcedRollout:
         return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "", stop_text=lambda _: "")
 
     def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
-        """Generates all samples. Returns the seconds, including those to open and close the slots and make records."""
+        """Generates all samples and returns the seconds of the whole call, from prompts to samples."""
         start = time.perf_counter()
         samples = made.generate(
             self.weights,
@@ -188,7 +188,7 @@ class ForcedRollout:
 
 
 def log_normal_lengths(num_samples: int, *, group: int, mean: int, sigma: float, longest: int) -> list[int]:
-    """Returns lengths of at most `longest` tokens; lengths within a group have the correlation 0.5."""
+    """Returns log-normal lengths in tokens, at most `longest`; their logarithms have correlation 0.5 within a group."""
     rng = np.random.default_rng(0)
     shared, own = rng.standard_normal((num_samples // group, 1)), rng.standard_normal((num_samples // group, group))
     logs = np.sqrt(0.5) * shared + np.sqrt(0.5) * own
@@ -206,10 +206,10 @@ def open_rollout(
     rule: SegmentSettings,
     dtype: str = "float32",
 ) -> ForcedRollout:
-    """Opens a rollout without compiling.
+    """Loads a model and makes random prompts for a rollout; compiles nothing.
 
     Args:
-        model: value of `model.path`, or the name of one of `shapes.QWEN2_5` for random weights of its sizes.
+        model: value of `model.path`, or a key of `shapes.QWEN2_5` for random weights of that model's sizes.
     """
     mesh = make_mesh(MeshSettings())
     files = None if model in QWEN2_5 else open_model(model)

@@ -6,10 +6,10 @@ The baselines are slime's loop over time in torch, its chunk scan (128 steps), t
 torchrl is not installed), and a loop over time in numpy on time-major deltas. `ours auto` and `ours chunked` are
 `generalized_advantages` with the backends `numpy` and `chunked`; `copy` reads and writes 16 bytes per token. All get
 numpy arrays: full rows; rows with 10 % of their tokens masked; and concatenated samples of log-normal lengths in one
-row, as in training. The baselines support neither masks nor such rows, so their tokens are moved to one padded row per
-sample and back, which is included in their time. Only our methods also compute returns. Ratios are between medians over
-all rounds of all processes; each process runs the methods in another order. Torch is needed and uses one thread per
-core.
+row, as in training. The baselines support neither masks nor concatenated samples, so their time includes moving the
+tokens to one padded row per sample and back. Only our methods also compute returns. Ratios are between medians over all
+rounds of all processes; each process runs the methods in a different order. Torch must be installed, and uses one
+thread per core.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ RULE = GaeRule(GAMMA, LAM)
 BASELINES = ("slime loop", "slime chunked", "torchrl", "numpy")
 SLIME_CHUNK = 128
 Solve = Callable[[np.ndarray, np.ndarray], Any]
-"""Maps (rewards, values), [B, T] float32, to advantages and, if the method computes them, returns."""
+"""Computes advantages, and possibly returns, from rewards and values, [B, T] float32."""
 
 
 def slime_loop(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
-    """Computes advantages by the loop of slime's `vanilla_gae`, without returns."""
+    """Computes advantages like slime's `vanilla_gae`, by a loop over time, without returns."""
     r, v = torch.from_numpy(rewards), torch.from_numpy(values)
     num_tokens = r.shape[1]
     last = torch.zeros(len(r))
@@ -59,7 +59,7 @@ def slime_loop(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 
 def slime_chunked(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
-    """Computes advantages by slime's chunk scan (THUDM/slime#850): matmuls within chunks and a loop over carries."""
+    """Computes advantages by slime's chunk scan (THUDM/slime#850): matmuls within chunks, and a loop over chunks."""
     r, v = torch.from_numpy(rewards), torch.from_numpy(values)
     num_tokens, decay = r.shape[1], GAMMA * LAM
     next_values = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
@@ -96,7 +96,7 @@ def torchrl_vectorised() -> Solve | None:
 
 
 def numpy_time_major(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Computes all deltas, then loops over contiguous rows of one time step; the result is a transposed view."""
+    """Computes advantages from deltas stored as [T, B], so that each step of the loop reads contiguous memory."""
     deltas = rewards - values
     deltas[:, :-1] += np.float32(GAMMA) * values[:, 1:]
     deltas = np.ascontiguousarray(deltas.T)
@@ -107,7 +107,7 @@ def numpy_time_major(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def by_rows(solve: Solve, work: Workload) -> np.ndarray:
-    """Computes advantages by a baseline: moves the tokens to one padded row per sample, and the results back."""
+    """Computes advantages by a baseline on one padded row per sample, and moves them to the rows of `work`."""
     if work.mask is None:
         return np.asarray(solve(work.rewards, work.values))
     lengths = work.mask.sum(axis=1) if work.ends is None else np.diff(np.flatnonzero(work.ends), prepend=-1)
@@ -139,7 +139,7 @@ def measure(
     work: Workload, shape: BenchmarkShape, solvers: Mapping[str, Callable[[Workload], np.ndarray]], *, repeats: int,
     longest_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the seconds of each method in rounds of random order; those slower than `longest_s` get only one."""
+    """Times all methods in rounds of random order; a method that takes longer than `longest_s` is timed only once."""
     target = np.empty_like(work.rewards), np.empty_like(work.values)
     is_written = True if work.mask is None else work.mask
 
@@ -170,7 +170,7 @@ def measure(
 
 
 def merge(processes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns medians over the rounds of all processes, and their ratios."""
+    """Returns the median seconds of each method over the rounds of all processes, and their ratios."""
     first = processes[0]
     seconds = {name: [s for one in processes for s in one["seconds"][name]] for name in first["seconds"]}
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}

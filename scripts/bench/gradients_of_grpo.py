@@ -1,9 +1,9 @@
-"""Compiles our gradients for TPUs without a device; `tpu_compile.py` runs this script.
+"""Compiles the gradient program of grpo for TPUs without a device; `tpu_compile.py` runs this script.
 
     python scripts/bench/gradients_of_grpo.py '{"preset": NAME, "slice": NAME, "config": {...}, ...}' DIRECTORY
 
-The script writes the program of the largest micro-batch and figures.json into the directory; it compiles like `grpo
-inspect-mesh --compile`.
+The script compiles like `grpo inspect-mesh --compile`, and writes the program of the largest micro-batch and
+figures.json into the directory.
 """
 
 from __future__ import annotations

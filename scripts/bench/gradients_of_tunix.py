@@ -1,10 +1,10 @@
-"""Compiles the gradients of Tunix's GRPO loss for TPUs without a device; `tpu_compile.py` runs it in another Python.
+"""Compiles the gradients of Tunix's GRPO loss for TPUs without a device; `tpu_compile.py` runs this script.
 
     python scripts/bench/gradients_of_tunix.py '{"topology": {...}, "config": {...}, "rows": 32, ...}' DIRECTORY
 
-The script writes program.hlo and figures.json into the directory. It uses Tunix's model, loss, sharding rules and BLOCK
-remat over fsdp; weights are float32 and computation is in bfloat16, as in grpo. Tunix drops the shardings of
-activations if the first device of JAX is a CPU, where the compiler runs here; the script restores them.
+The script needs an environment with Tunix, and writes program.hlo and figures.json into the directory. It uses Tunix's
+model, loss, sharding rules and BLOCK remat over fsdp, with float32 weights and bfloat16 computation, as in grpo. Tunix
+drops the shardings of activations if JAX's first device is a CPU, as it is here; the script restores them.
 """
 
 # Tunix is not among the packages of this project's environment.

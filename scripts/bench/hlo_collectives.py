@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program and the loops around them from its text; nothing is run.
+"""Lists the collectives of a compiled program and the loops around them from its HLO text, without running it.
 
 Bytes are counted as in `app.preflight.hlo_text.Collective`.
 """
@@ -15,7 +15,7 @@ from app.preflight.hlo_text import COLLECTIVES, Collective, HloProgram, Instruct
 
 @dataclass(frozen=True)
 class LoopedCollective:
-    """A collective and how often it runs in one iteration of each loop that depends on data."""
+    """A collective, and how often it runs per iteration of the enclosing loops whose length depends on data."""
 
     collective: Collective
     instruction: Instruction
@@ -28,12 +28,12 @@ class LoopedCollective:
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes that each device sends."""
+        """The bytes that each device sends in all runs."""
         return self.num_executions * self.collective.sent_bytes
 
 
 def program_collectives(compiled: Compiled) -> list[LoopedCollective]:
-    """Returns every collective of a compiled program, including those in all branches of conditionals."""
+    """Returns every collective of a compiled program, including all branches of conditionals."""
     text = compiled.as_text()
     assert text is not None, "this backend does not show its programs"
     program = HloProgram(text)

@@ -1,8 +1,8 @@
-"""Counts the FLOPs of the matmuls of a compiled TPU program by reading its text, without running it.
+"""Counts the FLOPs of the matmuls in a compiled TPU program from its HLO text, without running it.
 
-XLA's own count includes each loop body only once, and no kernels. Here, a loop body counts once per iteration, and the
-kernels of `app.model.grouped_product` count with the rows that pass through the experts of a device. Attention kernels
-are left out.
+XLA's own count includes each loop body only once, and no Pallas kernels. Here, a loop body counts once per iteration,
+and the kernels of `app.model.grouped_product` count for the rows that are routed to the experts of a device. Attention
+kernels are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scripts.bench.kernel_time import GROUPED_PRODUCTS, ROUTED_ROWS
 
 
 def product_flops(text: str, turns: Mapping[str, int]) -> Counter[str]:
-    """Returns the FLOPs on each device: of `grouped` matmuls, of the LM `head`, and of all `other` matmuls.
+    """Returns the FLOPs on each device by kind of matmul: `grouped` (experts), `head` (LM head) and `other`.
 
     Args:
         turns: see `scripts.bench.program_time.program_time`.
@@ -60,7 +60,7 @@ def _multiplications(one: Instruction, left: ArrayShape, right: ArrayShape) -> i
 
 
 def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
-    """Returns the window of each spatial dim; XLA writes batch dims as spatial dims whose window is the whole dim."""
+    """Returns the window of a convolution in each spatial dim. XLA expresses batch dims of matmuls as spatial dims."""
 
     def each(name: str, default: int) -> list[int]:
         listed = one.attribute(rf"window=\{{[^}}]*\b{name}=([\dx]+)")
@@ -74,6 +74,6 @@ def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
 
 
 def _overlaps(length: int, results: int, *, size: int, stride: int, lhs_dilate: int, rhs_dilate: int, pad: int) -> int:
-    """Returns the number of pairs (result, position in its window) that read an element, not padding."""
+    """Returns the number of (result, window position) pairs in one dim that read an element rather than padding."""
     reached = (o * stride + k * rhs_dilate - pad for o in range(results) for k in range(size))
     return sum(0 <= at <= (length - 1) * lhs_dilate and at % lhs_dilate == 0 for at in reached)

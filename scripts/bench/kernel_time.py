@@ -24,16 +24,16 @@ from app.preflight.hlo_text import ArrayShape, Instruction
 from settings.errors import InputError
 
 GROUPED_PRODUCTS = ("ragged-dot-none", "tgmm")
-"""Names of the kernels that `app.model.grouped_product` uses: one of XLA and one of megablox."""
+"""Names of the kernels that `app.model.grouped_product` uses: XLA's ragged dot, and tgmm of megablox."""
 SCHEDULES = ".*final_bundles.*"
 """Regular expression for the compiler pass whose dump contains the scheduled instructions of a Pallas kernel."""
 ROUTED_ROWS = "routed rows"
-"""Key in `turns` of the number of rows that pass through the experts of a device."""
+"""Key in `turns` of the number of rows that are routed to the experts of a device."""
 
 
 @functools.cache
 def kernel_schedules() -> Path:
-    """Returns a temporary folder to which libtpu writes the schedule of each kernel that it compiles.
+    """Makes libtpu write the schedule of each kernel that it compiles to a temporary folder, and returns the folder.
 
     The first call must be before JAX loads libtpu.
     """
@@ -46,14 +46,14 @@ def kernel_schedules() -> Path:
 
 
 def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]) -> float:
-    """Returns the seconds of a kernel: the larger of the times of its instructions and its copies.
+    """Returns the estimated seconds of a kernel: the larger of the times of its instructions and of its copies.
 
-    Each grid step takes one cycle per bundle. The grid is read from the kernel.
+    Each grid step takes one clock cycle per instruction bundle.
 
     Args:
-        bundles: see `take_scheduled_bundles`.
-        turns: for grids whose size depends on data: the number of block pairs, by `ATTENTION_SCOPE`, and of rows, by
-            `ROUTED_ROWS`.
+        bundles: number of bundles per kernel; see `take_scheduled_bundles`.
+        turns: sizes of grids that depend on data: the number of block pairs by `ATTENTION_SCOPE`, and the number of
+            rows by `ROUTED_ROWS`.
 
     Raises:
         InputError: the schedule of the kernel is missing.
@@ -69,9 +69,9 @@ def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], tur
 
 
 def take_scheduled_bundles(folder: Path) -> dict[str, int]:
-    """Returns the number of instruction bundles of each kernel that was compiled since the last call.
+    """Returns the number of VLIW instruction bundles of each kernel compiled since the last call, by name.
 
-    The compiler compiles equal kernels of a program once. If several kernels have one name, the longest counts.
+    If several kernels have the same name, the longest counts.
     """
     bundles: dict[str, int] = {}
     for path in folder.iterdir():
@@ -85,10 +85,10 @@ def take_scheduled_bundles(folder: Path) -> dict[str, int]:
 
 
 def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the grid steps of a kernel and the maximum number of bytes that it copies between HBM and the chip.
+    """Returns the number of grid steps of a kernel, and the maximum number of bytes that it copies from or to HBM.
 
-    A block is copied whenever the innermost index that selects it changes. Blocks that are not copied in the background
-    stay for many grid steps and are not counted.
+    A block is copied whenever the innermost index that selects it changes. Blocks without double buffering stay in VMEM
+    for many grid steps and are not counted.
     """
     body = one.attribute(r'"body":"([^"]+)"')
     assert body, one.name
@@ -115,9 +115,9 @@ def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, 
 
 
 def _dynamic_turns(one: Instruction, prefetched: Any, rows: Any, turns: Mapping[str, int]) -> int:
-    """Returns the number of steps of a grid that depends on data.
+    """Returns the size of a grid dim that depends on data.
 
-    A grouped matmul has one step for each block of rows, and another one wherever a group starts within a block.
+    A grouped matmul has one step per block of rows, and another step for each group that starts within a block.
     """
     if not one.name.startswith(GROUPED_PRODUCTS):
         return turns[ATTENTION_SCOPE]

@@ -2,11 +2,11 @@
 
     python scripts/bench/kernels_on_device.py [--model Qwen2.5-1.5B] [--rows 256] [--length 832]
 
-Both sides compute in bfloat16; errors are relative to attention in float32 at the highest precision and must be at most
-1.5 times the errors of XLA. Decoding computes one token for each of `--rows` rows, which are filled to random lengths
-up to `--length`, over a pool of blocks; the read column compares the rate of reading their keys and values with a plain
-read of as many bytes. Scoring and update use a row of 8,192 packed tokens. Experts have the sizes of Qwen3-30B-A3B, in
-which each token uses 8; their read column is the rate of reading all matrices.
+Kernels and XLA compute in bfloat16. Errors are relative to float32 at the highest precision; a kernel's error must be
+at most 1.5 times XLA's. Decoding computes one token for each of `--rows` rows, filled to random lengths of at most
+`--length`, with a paged KV cache; the read column compares its rate of reading keys and values with a plain read of as
+many bytes. Scoring and update use a row of 8,192 packed tokens. Experts have the sizes of Qwen3-30B-A3B, with 8 experts
+per token; their read column is the rate of reading all matrices.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from scripts.bench.shapes import QWEN2_5, QWEN3
 from settings.schema.mesh import MeshSettings
 
 ERROR_LIMIT = 1.5
-"""The largest allowed error of a kernel as a multiple of the error of XLA."""
+"""Maximum error of a kernel as a multiple of XLA's error."""
 TOKENS = 8192
-"""The number of tokens of the packed row."""
+"""Number of tokens in the packed row."""
 RUNS = 5
 
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns the median seconds of each call; the calls alternate after a first round that compiles."""
+    """Returns the median seconds of each call; calls alternate, and a first round that compiles is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(RUNS + 1):
         for name, call in calls.items():
@@ -74,7 +74,7 @@ def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]
 
 
 def log_normal_row(rng: np.random.Generator, num_tokens: int, mean: float) -> SegmentLayout:
-    """Returns a full row of segments with log-normal lengths, sigma 1; the last one is truncated."""
+    """Returns a full packed row of segments with log-normal lengths (sigma 1); the last segment is cut to fit."""
     segment_ids, positions = np.zeros((2, 1, num_tokens), np.int32)
     first = segment = 0
     while first < num_tokens:

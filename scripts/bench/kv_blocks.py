@@ -3,7 +3,7 @@
     python scripts/bench/kv_blocks.py --model DIR [--slots 64] [--samples 128] [--tokens 64] [--shares 0.5 0.33]
 
 Samples have log-normal lengths of at most 4 times the mean, which the engine does not know beforehand. They are
-generated with enough blocks for all slots at full length, and with shares of these blocks.
+generated with enough blocks for all slots at full length, and with the fractions `--shares` of these blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from settings.schema.rollout import SegmentSettings
 
 
 def measure(rollout: ForcedRollout, num_slots: int, num_blocks: int | None) -> tuple[SlotEngine, float]:
-    """Returns the engine after a rollout and the seconds of the rollout without compilation and warm-up."""
+    """Runs a rollout; returns its engine and its seconds without compilation and warm-up."""
     engine = rollout.new_engine(num_slots, num_blocks=num_blocks)
     batching = ContinuousBatchGenerator(
         engine, decode_text=lambda _: "", stop_text=lambda _: "", segment_rule=rollout.rule

@@ -1,13 +1,11 @@
-"""Compares the memory that compiled updates need: of adapters, of adapters on a quantized base, and of all weights.
-
-No program is run.
+"""Compares the memory for training LoRA adapters, adapters on a quantized base, and all weights; runs no program.
 
     python scripts/bench/lora_memory.py [--shapes SmolLM2-135M,Qwen2.5-1.5B] [--rank 8] [--out FILE.json] [--set a.b=c]
 
-For each shape, on one device, the script reports the memory held through a step (weights, moments), the additional
-memory of an optimizer step (the sum of gradients, and arguments, outputs and temporaries of its two programs, compiled
-by the backend of this machine), and the size of a checkpoint. Ratios are relative to training all weights in the same
-run. The models need no weights.
+For each shape, on one device, the script reports the memory held throughout a step (weights, moments), the additional
+memory of an optimizer step (summed gradients, and arguments, outputs and temporaries of its two programs, compiled by
+the backend of this machine), and the size of a checkpoint. Ratios are relative to training all weights. No weights are
+loaded.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ RUN = (
     *("data.max_prompt_length=512", "rollout.max_new_tokens=1024", "rollout.prompts_per_step=16"),
     *("rollout.group_size=8", "algorithm.max_tokens_per_device=8192"),
 )
-"""Settings in float32, because the CPU compiler multiplies bfloat16 through float32 copies, which TPUs do not need."""
+"""Settings of every case. They use float32, because the CPU compiler makes float32 copies for bfloat16 matmuls."""
 
 
 def measured(shape: str, overrides: list[str]) -> dict[str, int]:
-    """Returns the memory of the training that `overrides` select, in bytes."""
+    """Returns the bytes that training under `overrides` needs, by kind of memory."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -75,7 +73,7 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
 
 
 def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
-    """Returns the memory of each kind of training, and its ratios to training all weights."""
+    """Returns the bytes of each kind of training, and their ratios to training all weights."""
     adapters = f"model.lora.rank={rank}"
     kinds = {
         "lora": [adapters],

@@ -2,8 +2,8 @@
 
     python scripts/bench/packing.py [--cases 10000] [--lengths FILE.json] [--out FILE.json]
 
-Every ratio compares computed tokens for the same samples in the same run. The baselines are first fit in arrival order
-into full rows (slime and OpenRLHF), and padded rows with one sample each, as many as fit into the quota.
+Every ratio compares the computed tokens, including padding, of the same samples. The baselines are first fit in arrival
+order into rows of the quota (slime and OpenRLHF), and padded rows with one sample each, as many as fit into the quota.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ GSM8K_MEAN = 184.8
 
 LENGTHS = Path(__file__).parent / "results" / "lengths_of_smollm2_on_gsm8k.json"
 DrawGroups = Callable[[np.random.Generator, int, int], SequenceLengths]
-"""(random generator, number of samples, samples per prompt) -> lengths."""
+"""(random generator, number of samples, samples per prompt) -> lengths of prompts and completions."""
 
 
 def gsm8k_like(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Draws lengths from the distribution of GSM8K, scaled to the mean `MEAN_LENGTH`."""
+    """Draws lengths distributed like GSM8K's, scaled to the mean `MEAN_LENGTH`."""
     lengths = np.interp(rng.random(count), np.linspace(0, 1, len(GSM8K_QUANTILES)), GSM8K_QUANTILES)
     return np.minimum(lengths * MEAN_LENGTH / GSM8K_MEAN, QUOTA).astype(np.int64)
 
 
 def log_normal(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Draws log-normal lengths with sigma 1, limited to the quota; a median of 510 then gives a mean of 800."""
+    """Draws log-normal lengths with sigma 1 and median 510, limited to the quota, which gives a mean of 800."""
     return np.clip(rng.lognormal(math.log(510), 1, count), 2, QUOTA).astype(np.int64)
 
 
@@ -70,7 +70,7 @@ DISTRIBUTIONS = {"GSM8K-like": gsm8k_like, "log-normal": log_normal, "uniform": 
 
 
 def flops(lengths: np.ndarray) -> np.ndarray:
-    """Returns the FLOPs of Qwen2.5-0.5B: 2 x 357.8 M per token, 4 x 24 layers x 14 heads x 64 per pair of tokens."""
+    """Returns Qwen2.5-0.5B's FLOPs: 2 x 357.8 M per token, and 4 x 24 layers x 14 heads x 64 dims per token pair."""
     return 715_653_120 * lengths + 4 * 24 * 14 * 64 * (lengths * (lengths + 1) // 2)
 
 
@@ -80,7 +80,7 @@ def lone(totals: np.ndarray) -> SequenceLengths:
 
 
 def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
-    """Draws prompts of about 150 tokens, each with `size` completions of 650 tokens on average."""
+    """Draws prompts with 150 tokens on average, each with `size` completions with 650 tokens on average."""
     numbers = np.repeat(np.arange(count // size), size)
     prompts = np.clip(rng.normal(150, 50, count // size), 16, 400).astype(np.int64)[numbers]
     completions = np.clip(rng.lognormal(math.log(500), 0.8, count), 1, 1600).astype(np.int64)
@@ -88,7 +88,7 @@ def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
 
 
 def recorded_groups(path: Path) -> DrawGroups:
-    """Returns a function that draws whole groups with replacement, each a list of [prompt, completion] lengths."""
+    """Returns a function that draws groups with replacement from a file of [prompt, completion] lengths by group."""
     recorded = json.loads(path.read_text(encoding="utf-8"))["groups"]
 
     def draw(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
@@ -106,7 +106,7 @@ def make_budget(quota: int, longest: int, *, max_group_tokens: int = 0, **change
 
 
 def first_fit(host: SequenceLengths, num_devices: int) -> int:
-    """Packs each sample, in order, into the first row with enough space; returns the number of micro-batches."""
+    """Packs each sample, in order, into the first row with enough space; returns the number of micro-batches used."""
     room: list[int] = []
     for length in host.totals.tolist():
         row = next((i for i, left in enumerate(room) if left >= length), len(room))
@@ -116,7 +116,7 @@ def first_fit(host: SequenceLengths, num_devices: int) -> int:
 
 
 def padded(host: SequenceLengths, num_devices: int) -> int:
-    """Returns the computed tokens if each sample has a padded row, and micro-batches have at most `QUOTA` tokens."""
+    """Returns the computed tokens if each sample has a padded row and micro-batches have at most `QUOTA` tokens."""
     rows = max(1, QUOTA // bucketed_row_shape(int(host.totals.max()), int(host.completions.max())).num_tokens)
     plan = plan_fixed_rows(host, rows_per_device=rows, num_devices=num_devices, trim_tail=True)
     return computed_tokens(plan)
@@ -127,14 +127,14 @@ def computed_tokens(plan: MicroBatchPlan) -> int:
 
 
 def most_that_shapes_allow(tokens: int, num_devices: int) -> float:
-    """Returns the fill if samples could be split anywhere; it is below 1 because the last micro-batch is rounded up."""
+    """Returns the fill if samples could be split anywhere: below 1, because the last micro-batch is rounded up."""
     full, left = divmod(-(-tokens // num_devices), QUOTA)
     tail = next((s.tokens_per_device for s in candidate_shapes(QUOTA, QUOTA) if s.tokens_per_device >= left), QUOTA)
     return tokens / (num_devices * (full * QUOTA + (tail if left else 0)))
 
 
 def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -> dict[str, float]:
-    """Returns the figures of a cell of the table: means over seeds, and the smallest fill."""
+    """Returns the figures of one cell of the table: means over seeds, and the minimum fill."""
     found: dict[str, list[float]] = {}
     for seed in range(num_seeds):
         host = lone(draw(np.random.default_rng(seed), count))
@@ -207,7 +207,7 @@ def sharing_table() -> dict[str, dict[str, float]]:
 
 
 def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
-    """Returns the samples of several hosts as one batch in which their prompts remain separate."""
+    """Concatenates the samples of several hosts; equal prompt indices of different hosts become distinct."""
     first_prompts = np.cumsum([0, *(host.prompt_indices.max(initial=-1) + 1 for host in hosts)])
     return SequenceLengths(
         np.concatenate([host.prompts for host in hosts]),
@@ -217,7 +217,7 @@ def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
 
 
 def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[str, float]]:
-    """Compares one plan for all hosts with a plan per host, where every host computes as much as the fullest one."""
+    """Compares one plan for all hosts with one plan per host, where all hosts compute as much as the fullest host."""
     print(
         f"\n{name}: hosts of 8 devices, quota {DEFAULT_QUOTA}, shared prompts, 8 samples a prompt; "
         f"means over {num_seeds} seeds"
@@ -252,7 +252,7 @@ def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[s
 
 
 def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, float]]:
-    """Compares values of `TAIL_GROWTH` by the fill that they give and by the number of shapes that a run compiles."""
+    """Compares values of `TAIL_GROWTH` by fill and by the number of shapes that a run must compile."""
     print(f"\nSizes of the last micro-batch: {num_steps} steps of 64 samples, 8 devices, quota {DEFAULT_QUOTA}")
     print(f"{'ratio':<8}{'fill':>8}{'least':>8}{'shapes compiled':>17}")
     cells, shipped = {}, micro_batch_shapes.TAIL_GROWTH
@@ -273,7 +273,7 @@ def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, flo
 
 
 def random_case(rng: np.random.Generator) -> tuple[SequenceLengths, TokenBudget, int]:
-    """Returns a random case with up to 64 devices, up to 2,000 samples, any quota and any options."""
+    """Returns (lengths, budget, number of devices) of a random case with up to 64 devices and 2,000 samples."""
     num_devices = math.prod(int(n) for n in rng.integers(1, 9, 2))
     quota = int(rng.choice([64, 500, 1024, 4096, 16384]))
     longest = int(rng.integers(2, quota + 1))
@@ -291,7 +291,7 @@ def random_case(rng: np.random.Generator) -> tuple[SequenceLengths, TokenBudget,
 
 
 def random_cases(num_cases: int) -> dict[str, int]:
-    """Counts plans above the quota and plans with missing samples."""
+    """Plans random cases, and counts plans that exceed the quota or miss samples."""
     over = incomplete = 0
     for seed in range(num_cases):
         lengths, budget, num_devices = random_case(np.random.default_rng(seed))
@@ -315,7 +315,7 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 def times() -> dict[str, float]:
-    """Returns the median ms of each benchmark: planning 8,192 samples, its statistics, and packing 2,048 samples."""
+    """Returns the median ms for planning 8,192 samples, for the statistics of a plan, and for packing 2,048 samples."""
     found = {}
     for name, draw in DISTRIBUTIONS.items():
         host = lone(draw(np.random.default_rng(0), 8192))
@@ -348,7 +348,7 @@ def assembly_times() -> dict[str, float]:
     )
 
     def assemble() -> list[np.ndarray]:
-        """Packs the inputs of an update: tokens and five quantities per target."""
+        """Packs the inputs of an update: tokens, and five arrays with a value per target token."""
         quantities = []
         for micro_batch in plan.micro_batches:
             pack_tokens(samples, micro_batch)

@@ -1,8 +1,8 @@
-"""Estimates the time of a compiled TPU program from the figures of its compiler; nothing is run.
+"""Estimates the time of a compiled TPU program from its HLO text, without running it.
 
-The compiler gives the cycles of fusions. Everything else is computed from bytes: other instructions and copies at the
-bandwidth of the memory, collectives at the bandwidth of the links. For background operations, only the time that is
-not covered by work between their start and their end counts.
+The compiler states the cycles of fusions. Times of all other operations follow from their bytes: of collectives at the
+bandwidth of the links, otherwise at the bandwidth of the memory. Asynchronous operations count only for the time that
+is not overlapped by other work.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ FREE_OPCODES = frozenset(
         *("partition-id", "replica-id"),
     }
 )
-"""Instructions that do not move arrays."""
+"""Opcodes of instructions that take no time, because they move no arrays."""
 ALIASING_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding")
-"""Targets of custom calls that only give a name to memory."""
+"""Targets of custom calls that move no arrays, such as allocations and bitcasts."""
 TOUCHED_ONCE = ("dynamic-slice", "slice", "gather", "dynamic-reshape")
-"""Instructions that read only as much as they write, although their first operand may be larger."""
+"""Opcodes of instructions that read only as many bytes as they write, although their operand may be larger."""
 
 
 @dataclass
 class ProgramTime:
-    """The seconds of one call on each device, estimated by the compiler."""
+    """The estimated seconds of one call on each device."""
 
     compute_s: float = 0.0
     kernel_s: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The seconds of each of `PARTS`, which add up to the whole."""
+    """Seconds of each of `PARTS`; their sum is `estimated_s`."""
 
     @property
     def exposed_collective_s(self) -> float:
-        """The seconds of collectives that do not overlap with other work."""
+        """Seconds of collectives that do not overlap with other work."""
         return self.parts.get("collectives", 0.0)
 
     @property
@@ -49,18 +49,18 @@ class ProgramTime:
         return self.compute_s + self.kernel_s + self.exposed_collective_s
 
     def spend(self, part: str, seconds: float) -> None:
-        """Adds seconds of a part that are not spent in kernels."""
+        """Adds seconds outside Pallas kernels to a part."""
         self.parts[part] += seconds
         if part != "collectives":
             self.compute_s += seconds
 
     def wait(self, ends: list[tuple[float, str]]) -> None:
-        """Adds the time until each background operation ends, to the part of that operation."""
+        """Waits for asynchronous operations, given as (end time, part), and adds the waiting time to their parts."""
         for until, part in sorted(ends):
             self.spend(part, max(0.0, until - self.estimated_s))
 
     def add(self, other: ProgramTime, times: int = 1) -> None:
-        """Adds the figures of another computation `times` times."""
+        """Adds the seconds of `other`, multiplied by `times`."""
         self.compute_s += other.compute_s * times
         self.kernel_s += other.kernel_s * times
         for part, seconds in other.parts.items():
@@ -76,9 +76,10 @@ def program_time(
     """Returns the time of one call of a program on each device.
 
     Args:
+        text: HLO text of the compiled program.
         bundles: see `scripts.bench.kernel_time.take_scheduled_bundles`.
-        turns: number of iterations of loops, and of grid steps, that depend on data, by name scope.
-        turn_of: name scope of a loop; if given, the time of one of its iterations is returned, not that of the call.
+        turns: numbers of loop iterations and of grid steps that depend on data, by name scope.
+        turn_of: name scope of a loop, to return the time of one iteration instead of the whole call.
 
     Raises:
         InputError: the number of iterations of a loop or the schedule of a kernel is unknown.
@@ -98,12 +99,12 @@ class _Walk:
         """Returns the time of one run of a computation whose instructions start one after the other.
 
         Args:
-            part: the part to which instructions without a part of their own are added.
+            part: the part for instructions that belong to no other part.
         """
         total = ProgramTime()
         results: dict[str, Instruction] = {}
         in_flight: dict[str, list[tuple[float, str]]] = {}
-        """Value that holds handles of background operations -> (end time, part) of each operation."""
+        """Value with handles of asynchronous operations -> (end time, part) of each operation."""
         links_free_at = 0.0
         for one in self.program.computations[computation]:
             results[one.name] = one
@@ -161,7 +162,7 @@ class _Walk:
         return touched / self.chip.hbm_bytes_per_s
 
     def _fusion_bytes(self, one: Instruction) -> int | None:
-        """Returns the bytes moved by a fusion around a gather or an in-place scatter, or None for other fusions."""
+        """Returns the bytes that a fusion with a gather or an in-place scatter moves; None for other fusions."""
         inside = {inner.name: inner for inner in self.program.fused(one)}
         opcodes = {inner.opcode: inner for inner in inside.values()}
         if "scatter" in opcodes and '"aliasing_operands":{"lists":[{' in one.text:

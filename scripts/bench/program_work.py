@@ -1,4 +1,4 @@
-"""Counts the work of the fullest device in one call of a program from the shapes of its rows."""
+"""Counts the FLOPs, loop iterations and grid steps of one call of a program on the device with the most work."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from app.runtime.scoring import set_compute_dtype
 from scripts.bench.kernel_time import ROUTED_ROWS
 
 BACKWARD_FACTOR = 3
-"""FLOPs of a forward and a backward pass relative to the forward pass, without recomputation."""
+"""FLOPs of forward plus backward pass as a multiple of the forward pass, without recomputation."""
 
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """The work of one call on the fullest device."""
+    """The work of one call on the device with the most work."""
 
     model_flops: int
-    """The FLOPs of the network's matmuls and of attention between visible pairs of tokens."""
+    """FLOPs of the network's matmuls, and of attention between visible pairs of tokens."""
     turns: Mapping[str, int]
-    """Name scope in compiled programs -> number of loop iterations or grid steps that depend on the rows. `ROUTED_ROWS`
-    -> number of rows that pass through the experts of a device."""
+    """Name scope in compiled programs -> number of loop iterations or grid steps, where it depends on the rows;
+    `ROUTED_ROWS` -> number of rows that are routed to the experts of a device."""
 
 
 def work_of_program(step: StepOutline, phase: str, name: str) -> ProgramWork:
-    """Returns the work of a program of a step with the longest samples."""
+    """Returns the work of the program `name` in a phase of a step whose samples all have the maximum length."""
     session, reward_model = step.session, step.reward_model
     settings, mesh = session.settings, session.mesh
     if phase in ("rollout", "evaluation"):
@@ -97,8 +97,9 @@ def packed_pass_work(
     """Returns the work of a pass over a micro-batch of packed rows.
 
     Args:
-        dtype: the dtype of the computation.
-        logits_chunk: `model.logits_chunk`, or None for a network without LM head.
+        dtype: the compute dtype.
+        logits_chunk: `model.logits_chunk`; None for a network without LM head.
+        has_gradients: whether the pass is forward and backward.
     """
     batch = pack_tokens(samples, micro_batch)
     layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)
@@ -122,7 +123,7 @@ def packed_pass_work(
 def generation_work(
     architecture: Architecture, mesh: Mesh, dtype: DTypeLike, shape: BatchShape
 ) -> dict[str, ProgramWork]:
-    """Returns the work of a prefill of full prompts and of one decoded token of all rows with full caches."""
+    """Returns the work of a `prefill` of the longest prompts, and of a `decode` step of all rows at full length."""
     a, parts = architecture, num_local_row_shards(mesh)
     ones = np.ones((-(-shape.num_prompts // parts), shape.prompt_length), np.int32)
     positions = np.broadcast_to(np.arange(shape.prompt_length, dtype=np.int32), ones.shape)
@@ -168,7 +169,7 @@ def _rows_work(
 
 
 def _visible_pairs(layout: SegmentLayout, windows: Sequence[int | None], blocking: Blocking) -> int:
-    """Returns the number of block pairs that a layer computes on one device: the mean over layers, rounded up."""
+    """Returns the number of block pairs that attention computes on one device: the mean over layers, rounded up."""
     num_layers = Counter(windows)
     pairs = make_block_pairs(layout, num_layers, blocking)
     if pairs is None:

@@ -1,17 +1,16 @@
-"""Compares the program on real weights in GGUF files with transformers and llama.cpp, and prints a table.
+"""Compares grpo with transformers and llama.cpp on real weights in GGUF files, and prints a table.
 
     python scripts/bench/real_weights.py --gsm8k test.jsonl [--prompts 16] [--tokens 64] [--llama-python PYTHON] FILE...
 
 `scripts/fetch_model.sh` downloads FILE. Everything is in float32 on the CPU, and PyTorch must be installed. Prompts are
-questions of GSM8K, as chats if the file has a template. Our side is `grpo.rollout` with its texts and logprobs.
-transformers reads the same file, gets the same ids and generates in one left-padded batch. It ignores the normalization
-in the tokenizer of Qwen and the splitting in that of SmolLM2, which the original files contain but the GGUF file does
-not, so the ids of a prompt may differ at decomposed letters or at two spaces before a digit.
+questions of GSM8K, as chats if the file has a chat template. Our texts and logprobs are from `grpo.rollout`.
+transformers reads the same file, gets the same ids and generates in one left-padded batch. GGUF files lack the text
+normalization of Qwen's tokenizer and the digit splitting of SmolLM2's, and transformers does not restore them, so the
+ids of a prompt may differ at decomposed letters or at two spaces before a digit.
 
-PYTHON is an interpreter with llama-cpp-python. It gets the weights as float32 in a temporary file, because its matmuls
-with quantized weights also quantize the activations, so that texts differ after near ties (with SmolLM2, 11 of
-16 texts are then equal, and the gaps between the two logits are at most 0.21). The exit code is 1 if a bound is
-violated.
+PYTHON is an interpreter with llama-cpp-python. llama.cpp gets the weights as float32 in a temporary file: its matmuls
+with quantized weights also quantize the activations, so texts would differ after near ties (with SmolLM2, only 11 of 16
+texts are then equal, and the two logits differ by at most 0.21). The exit code is 1 if a bound is violated.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ for line in sys.stdin:
 
 
 class Figure(NamedTuple):
-    """A measured value and its upper bound, or its lower bound if `at_least` is true."""
+    """A measured value and its bound: the maximum or, with `at_least`, the minimum; None for no bound."""
 
     name: str
     value: float
@@ -87,7 +86,7 @@ class Figure(NamedTuple):
 
 
 def rollout(path: Path, rows: Sequence[Mapping[str, str]], num_tokens: int, **overrides: Any) -> list[Any]:
-    """Returns one sample per prompt."""
+    """Generates one sample per prompt with `grpo.rollout`; returns the samples as JSON objects."""
     samples = grpo.rollout(
         None,
         {
@@ -120,7 +119,7 @@ def our_logits(path: Path, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]
 
 
 class Reference:
-    """The model and tokenizer that transformers reads from the file."""
+    """Model and tokenizer as transformers reads them from the GGUF file."""
 
     def __init__(self, path: Path) -> None:
         transformers.logging.set_verbosity_error()
@@ -139,7 +138,7 @@ class Reference:
         return torch.log_softmax(logits, -1).numpy()[np.arange(len(completion)), list(completion)]
 
     def greedy(self, prompts: Sequence[Sequence[int]], ends: Sequence[int], num_tokens: int) -> list[list[int]]:
-        """Returns each completion up to and including its first end token."""
+        """Decodes greedily; returns the ids of each completion up to and including the first of the tokens `ends`."""
         longest = max(map(len, prompts))
         ids = torch.full((len(prompts), longest), ends[0])
         mask = torch.zeros_like(ids)
@@ -159,7 +158,7 @@ class Reference:
 
 
 def write_float32(path: Path, folder: Path) -> Path:
-    """Writes a GGUF file with the same metadata and dequantized tensors."""
+    """Writes a copy of a GGUF file with float32 tensors to `folder`, and returns its path."""
     reader, out = GGUFReader(path), folder / path.name
     writer = GGUFWriter(out, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -187,7 +186,7 @@ def num_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
 
 
 def tokenizer_figures(ours: Tokenizer, theirs: Any, rows: Sequence[Mapping[str, str]]) -> list[Figure]:
-    """Counts differences of templates, end tokens and special tokens, and prompts with equal ids."""
+    """Counts differences between the tokenizers in templates and special tokens, and prompts with equal ids."""
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     if ours.template.exists:
         ids = [ours.chat_ids(chat) for chat in chats]

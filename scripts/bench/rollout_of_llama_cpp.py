@@ -1,9 +1,9 @@
-"""Measures llama.cpp for `rollout_peer.py`: seconds for samples of given lengths. Needs llama-cpp-python, not grpo.
+"""Times llama.cpp for `rollout_peer.py` on samples of given lengths; needs llama-cpp-python, but not grpo.
 
     python scripts/bench/rollout_of_llama_cpp.py FILE.gguf ROWS < WORK
 
 Each line of WORK is a JSON object, `{"prompts": [[id, ...], ...], "lengths": [number, ...]}`; the script prints the
-seconds of each. All rows are one batch of `llama_decode`; the next sample takes the row of a completed one.
+seconds for each line. Each `llama_decode` call decodes ROWS samples; when one ends, the next sample takes its row.
 """
 
 # llama-cpp-python is not among the packages of this project's environment.
@@ -21,7 +21,7 @@ from typing import Any
 import llama_cpp
 
 LONGEST = 1024
-"""The maximum number of tokens of a row."""
+"""Maximum number of tokens in a row."""
 
 
 def load(path: str, rows: int) -> Any:
@@ -35,7 +35,7 @@ def load(path: str, rows: int) -> Any:
 
 
 def generate(context: Any, rows: int, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Generates a sample of each length with temperature 1, and returns how many seconds this took."""
+    """Generates a sample of each length at temperature 1, and returns the seconds that this took."""
     sampler = llama_cpp.llama_sampler_init_dist(0)
     memory, batch = llama_cpp.llama_get_memory(context), llama_cpp.llama_batch_init(rows * LONGEST, 0, 1)
     waiting = deque(zip(prompts, lengths, strict=True))

@@ -1,20 +1,19 @@
-"""Compares our rollout with transformers' `generate` on equal prompts, lengths and precision in one process.
+"""Compares the speed of our rollout and of transformers' `generate` on equal prompts, lengths and precision.
 
     python scripts/bench/rollout_peer.py --model MODEL [--samples 32] [--rows 16] [--tokens 64] [--repeats 1]
         [--dtype float32] [--no-workers] [--llama-python PYTHON --gguf FILE]
 
 MODEL is a Hugging Face directory, or a name such as Qwen2.5-1.5B for random weights of its sizes. PyTorch must be
 installed, and runs on a GPU if JAX does (with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have memory). Samples
-have prescribed lengths, once all equal and once log-normal with about the same mean: ours end by an EOS token, those of
-the peer by a stopping criterion. Three methods alternate: `generate` on `--rows` rows at a time, each batch until its
-longest sample ends; our slots, of the same number; and our fast and heavy workers, with half of the slots each, under
-`adaptive`. If PYTHON is the interpreter of an environment with llama-cpp-python and FILE the model as GGUF, llama.cpp
-also alternates with them, with its own continuous batching and the precision of FILE. No side knows the lengths
-beforehand. Only tokens of samples are counted, not of rows that wait for others, and everything is compiled before the
-timing.
+have prescribed lengths, once all equal and once log-normal with about the same mean: our samples end with an EOS token,
+those of `generate` by a stopping criterion. Three methods alternate: `generate` on `--rows` rows at a time, each batch
+until its longest sample ends; `--rows` decode slots; and a fast and a heavy worker under `adaptive`, each with half of
+the slots. If PYTHON is the interpreter of an environment with llama-cpp-python and FILE the model as GGUF, llama.cpp is
+the fourth, with its own continuous batching and the precision of FILE. No method knows the lengths beforehand. Tokens
+of rows that wait for others are not counted, and everything is compiled before the timing.
 
-The lower bound for slots with equal lengths is one read of the weights and of the earlier keys and values for each
-token, at the bandwidth of a plain sum over an array.
+The upper bound for slots with equal lengths is the speed at which each decode step reads the weights and the KV cache
+once, at the bandwidth of a plain sum over an array.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Peer:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """Generates in left-padded batches and returns how many seconds this took."""
+        """Generates the samples in left-padded batches, and returns the seconds that this took."""
         start = time.perf_counter()
         for first in range(0, len(lengths), self._num_rows):
             self._batch(prompts[first : first + self._num_rows], lengths[first : first + self._num_rows])
@@ -121,7 +120,7 @@ class LlamaCpp:
         self._process = subprocess.Popen(command, text=True, **pipes)
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """Generates the samples and returns how many seconds this took."""
+        """Generates the samples, and returns the seconds that this took."""
         assert self._process.stdin is not None and self._process.stdout is not None
         work = {"prompts": [prompt.token_ids.tolist() for prompt in prompts], "lengths": list(map(int, lengths))}
         print(json.dumps(work), file=self._process.stdin, flush=True)
@@ -129,7 +128,7 @@ class LlamaCpp:
 
 
 def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, Callable[[], SampleGenerator]]:
-    """Compiles our methods; returns, by name, functions that make a generator without knowledge of earlier rollouts."""
+    """Compiles our methods; returns, by name, functions that make a generator which knows no earlier rollouts."""
     engine, start = rollout.new_engine(num_rows), time.perf_counter()
     engine.programs.compile(suspends=False, recomputes=False, truncates=False)
     ways: dict[str, Callable[[], SampleGenerator]] = {
@@ -145,7 +144,7 @@ def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, C
 
 
 def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -> float:
-    """Returns the tokens per second of rows of `num_tokens` new tokens if only memory reads took time."""
+    """Returns the tokens/s that rows of `num_tokens` new tokens would reach if only reading memory took time."""
     arch = rollout.definition.architecture
     prompt = sum(len(prompt.token_ids) for prompt in rollout.prompts) / len(rollout.prompts)
     of_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * rollout.dtype.itemsize
@@ -161,7 +160,7 @@ def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -
 def compare(
     peers: Mapping[str, Peer | LlamaCpp], rollout: ForcedRollout, num_rows: int, *, workers: bool, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields the figures of all methods for the lengths of each seed."""
+    """Yields the figures of all methods: first for equal, then for log-normal lengths."""
     prompts = [prompt for prompt in rollout.prompts for _ in range(rollout.group_size)]
     made = ours(rollout, num_rows, workers=workers)
     for peer in peers.values():

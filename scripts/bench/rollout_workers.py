@@ -3,13 +3,14 @@
     python scripts/bench/rollout_workers.py [--model builtin:tiny] [--slots 12 4] [--processes 3]
     python scripts/bench/rollout_workers.py --model FILE.gguf --mean-length 28 --longest 128
 
-A fast worker with many slots, whose rows hold half of the longest completion, and a heavy one with few slots share one
-device. The length of a sample is unpredictable: each sample ends by an EOS token that the devices sample at the
-prescribed length. Lengths are log-normal and correlated in groups, or all equal. The limits of P-DSR relate to the
-longest completion like the defaults to 4,096 tokens; a rollout learns nothing from earlier ones.
+A fast worker with many slots, whose rows hold half of the longest completion, and a heavy worker with few slots share
+one device. The schedulers cannot know lengths beforehand: each sample ends with an EOS token that the device samples at
+the prescribed length. Lengths are log-normal and correlated in groups, or all equal. The token limits of
+`rollout.pdsr`, whose defaults are for 4,096 tokens, are scaled to the longest completion. A rollout learns nothing from
+earlier rollouts.
 
-Each process compiles and runs all schedules in turn. Ratios are relative to `sync` in the same process; the record has
-the medians over the processes.
+Each process compiles and runs all schedules one after the other. Ratios are relative to `sync` in the same process; the
+output file contains medians over the processes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "rollout_workers.json"
 SIGMA = 0.8
 LENGTHS = (f"log-normal, sigma {SIGMA}, correlation 0.5", "equal")
 DEFAULT_LONGEST = 4096
-"""The length of the longest completion for which the defaults of `rollout.pdsr` are made."""
+"""Tokens of the longest completion for which the defaults of `rollout.pdsr` are chosen."""
 
 
 def pdsr_rules(longest: int) -> PdsrSettings:
@@ -65,7 +66,7 @@ def open_workers(options: argparse.Namespace) -> ForcedRollout:
 
 
 def measure(rollout: ForcedRollout, policy: str, seed: int, *, repeats: int) -> dict[str, float]:
-    """Returns the tokens per second of a schedule, as the median over rollouts, and the figures of the last rollout."""
+    """Returns the median tokens/s of a schedule over rollouts, and the schedule metrics of the last rollout."""
     made = [rollout.workers(policy) for _ in range(repeats)]
     seconds = statistics.median(rollout.generate(workers, seed=seed) for workers in made)
     found = schedule_metrics(made[-1].records)
@@ -78,7 +79,7 @@ def measure(rollout: ForcedRollout, policy: str, seed: int, *, repeats: int) -> 
 
 
 def measure_all(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns the figures of this process by lengths and policy."""
+    """Measures all schedules in this process; returns the figures by kind of lengths and schedule."""
     rollout = open_workers(options)
     rollout.compile()
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -91,7 +92,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, dict[str, dict[str, fl
 
 
 def over_processes(runs: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str, Any]:
-    """Returns the medians over the processes, and the ratio to `sync` in each process."""
+    """Returns the median of each figure over the processes, and the speed relative to `sync` in each process."""
     return {
         lengths: {
             policy: {

@@ -1,7 +1,7 @@
 """Measures checkpoints on two processes with the run in a shared folder, in a folder of process 0, or in a bucket.
 
-Each way trains some steps with a checkpoint after every second step, and resumes. Memory is the maximum that a process
-holds during a save or a restore in addition to its memory before. The bucket is provided by a server on this machine.
+In each case the script trains some steps with a checkpoint after every second step, and resumes. Memory is the maximum
+that a process adds during a save or a restore. A server on this machine provides the bucket.
 
     python scripts/bench/run_folders.py [--model DIR] [--steps 4] [--set a.b=c ...] [--out FILE]
 """
@@ -38,7 +38,7 @@ def resident_bytes() -> int:
 
 
 def measure() -> None:
-    """Measures the methods that save, restore and copy checkpoints in this process, and prints figures at the end."""
+    """Patches the methods that save, restore and copy checkpoints to measure them, and prints the figures at exit."""
     from app.checkpoint.checkpoints import Checkpoints
     from app.tracking.bucket import Bucket
     from app.tracking.run_mirror import RunMirror
@@ -87,7 +87,7 @@ def measure() -> None:
 
 
 def trained(folder: Path, name: str, chosen: list[str], *, steps: int, separate: bool) -> list[dict[str, Any]]:
-    """Trains or resumes on two processes and returns the figures of both."""
+    """Trains or resumes a run on two processes, and returns the figures of each process."""
     address, hosts = free_address(), []
     blind = f"from tests.two_hosts import hide; hide({str(folder / 'runs')!r}); " if separate else ""
     overrides = (*SETTINGS, "eval.every_steps=0", "checkpoint.best_metric=null", "checkpoint.every_steps=2", *chosen)

@@ -1,9 +1,9 @@
-"""Compares top-p sampling by a search for thresholds with sorting the vocabulary and with no truncation.
+"""Compares the speed of top-p sampling by threshold search, by sorting the vocabulary, and of plain sampling.
 
     python scripts/bench/sampling.py [--rows 16] [--vocab 151936] [--slice v5e-8]
 
-The script times the three samplers in turn on the available devices. With `--slice`, it prints the estimates of the TPU
-compiler for `--rows` on each chip instead; then nothing is run, and libtpu is needed (`pip install -e '.[tpu]'`).
+The script times the three samplers on the available devices. With `--slice`, it instead prints the TPU compiler's
+estimates for `--rows` rows on each chip, runs nothing, and needs libtpu (`pip install -e '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOP_P = 0.95
 
 
 def sample_tokens_sorted(logits: Array, rules: SamplingRules, keys: Array) -> SampledTokens:
-    """Samples with top-p by sorting the vocabulary, as most samplers do."""
+    """Samples with top-p by sorting the vocabulary, the usual method."""
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def timed(num_rows: int, vocab_size: int, _place: None) -> dict[str, float]:
-    """Returns the median seconds of each sampler; the samplers run in turn."""
+    """Returns the median seconds of each sampler over rounds in which each sampler runs once."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(num_rows, vocab_size)) * 3, jnp.float32)
     arguments = logits, SamplingRules(1.0, top_p=TOP_P), jax.random.split(jax.random.key(0), num_rows)
     compiled = {name: jax.jit(sampler) for name, sampler in SAMPLERS.items()}
@@ -87,7 +87,7 @@ def timed(num_rows: int, vocab_size: int, _place: None) -> dict[str, float]:
 
 
 def estimated(num_rows: int, vocab_size: int, place: TpuSlice) -> dict[str, float]:
-    """Returns the compiler's estimate for each sampler on one chip of a slice."""
+    """Returns the seconds that the compiler estimates for each sampler on one chip of a slice."""
     schedules = kernel_schedules()
     simulate_slice(place, compiles=True)
     mesh = Mesh(np.array(global_devices(MeshSettings())).reshape(1, -1, 1), AXES)

@@ -1,11 +1,11 @@
-"""Compares seconds, compilations and peak memory of scoring one file in every kind of micro-batches.
+"""Compares seconds, compilations and peak memory of scoring a file with every kind of micro-batch.
 
     python scripts/bench/scoring.py --samples FILE.jsonl [--config smollm2_gsm8k] [--limit 64] [--rows 4 16]
         [--rounds 1] [--out FILE.json]
 
-The script runs `grpo score` in a new process for each case: all samples in one pass (`off`, the baseline), a loop or a
-scan over micro-batches of some rows, each padded to the longest sample, and packed rows under a quota of as many tokens
-as these rows have. Ratios are between seconds without compilation. Each round runs the cases in another order.
+The script runs `grpo score` in a new process for each case: all samples in one pass (`off`, the baseline); a loop or a
+scan over micro-batches of `--rows` rows padded to the longest sample; and packed rows with a quota of as many tokens.
+Ratios are between seconds without compilation. Each round runs the cases in a different order.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def make_cases(rows: list[int], longest: int) -> dict[str, tuple[str, ...]]:
-    """Returns the settings of each case."""
+    """Returns the settings below `score` of each case, by the case's name."""
     fixed = {
         f"{strategy}, {count} rows": (f"strategy={strategy}", f"rows_per_device={count}")
         for strategy in ("loop", "scan")
@@ -83,7 +83,7 @@ def make_cases(rows: list[int], longest: int) -> dict[str, tuple[str, ...]]:
 
 
 def score(config: str, samples: Path, chosen: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the summary of `grpo score` in a new process."""
+    """Runs `grpo score` in a new process and returns its summary."""
     settings = [part for one in chosen for part in ("--set", f"score.{one}")]
     command = [sys.executable, "-m", "cli", "score", "--config", config, *settings, "--json"]
     paths = ["--input", str(samples), "--out", str(samples.with_name("scored.jsonl")), "--overwrite"]

@@ -1,9 +1,9 @@
-"""Shows the memory that XLA reserves to score a micro-batch with a large vocabulary; no program is run.
+"""Prints the memory that XLA reserves to score a micro-batch with a large vocabulary, without running a program.
 
     python scripts/bench/scoring_memory.py [--vocab 151936] [--quota 4096] [--chunks 256,1024,4096]
 
-The script compares the temporaries of the program with one float32 [tokens, vocab] array, which would be
-needed to pass a whole micro-batch through the LM head at once.
+The script compares the temporaries of the program with the size of the float32 logits of a whole micro-batch,
+[tokens, vocab], which the program never computes at once.
 """
 
 from __future__ import annotations

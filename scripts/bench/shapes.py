@@ -1,4 +1,4 @@
-"""Lists the sizes of published models from their config.json, for scripts that use no real weights."""
+"""Lists the sizes of published models, for scripts that use no real weights."""
 
 from __future__ import annotations
 

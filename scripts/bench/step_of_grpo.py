@@ -1,4 +1,4 @@
-"""Times the phases of our training step for `train_step.py`, through the trainer.
+"""Times the phases of grpo's training step for `train_step.py`.
 
 python scripts/bench/step_of_grpo.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Returns the seconds of each step after the warm-up, and facts about the work of a step."""
+    """Runs the steps; returns the seconds of each phase after the warm-up, and peak memory and sizes of the work."""
     steps, samples = [], []
     with prepare_run(resolved(options, folder), resume="never") as launch:
         trainer, state = opened(launch)
@@ -61,7 +61,7 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
 
 
 def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
-    """Returns the trainer, whose completions all have the maximum length, and initial weights."""
+    """Returns a trainer whose completions all have the maximum length, and the initial state."""
     chosen, session = launch.resolved.settings, launch.session
     session = replace(session, continuous_batching=endless(session))
     learning = launch.learning
@@ -95,7 +95,7 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
 
 
 def endless(session: Session) -> ContinuousBatchGenerator:
-    """Returns a generator with the slots of the session but without EOS, so that completions have maximum length."""
+    """Returns a generator like the session's but without EOS tokens, so that completions have the maximum length."""
     programs, chosen = session.evaluation_generator.engine.programs, session.settings
     engine = SlotEngine(
         programs.definition, programs.mesh, programs.shapes, eos_ids=(), dtype=programs.dtype, exact=False

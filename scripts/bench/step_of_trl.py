@@ -1,11 +1,11 @@
-"""Times each phase of TRL's GRPO step on the same work for `train_step.py`. Needs TRL, not grpo.
+"""Times the phases of TRL's GRPO step for `train_step.py`, on the work of `step_of_grpo.py`; needs TRL, but not grpo.
 
     python scripts/bench/step_of_trl.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 
-These settings differ from TRL's defaults: on a CPU, float32 or `--dtype`; no gradient checkpointing, which is faster
-(`--checkpointing` restores TRL's default, which is slower and needs less memory); all samples in one update with
-`--micro-batches`; completions of exactly `workload.NEW_TOKENS` tokens. `--lora-rank` trains adapters, like our
-`model.lora`.
+Some settings differ from TRL's defaults: on a CPU, the dtype is float32 or `--dtype`; gradient checkpointing is off,
+which is faster but needs more memory (`--checkpointing` turns it on); all samples are in one update of
+`--micro-batches` micro-batches; and completions have exactly `workload.NEW_TOKENS` tokens. `--lora-rank` trains
+adapters, like `model.lora` in grpo.
 """
 
 # TRL is not among the packages of this project's environment.
@@ -31,7 +31,7 @@ ON_GPU = torch.cuda.is_available()
 
 
 class Stopwatch(transformers.TrainerCallback):
-    """Records the seconds of each step and of the trainer's methods in it."""
+    """Records the seconds of each step, and of the watched methods of the trainer in each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -40,7 +40,7 @@ class Stopwatch(transformers.TrainerCallback):
         self._score: float | None = None
 
     def watch(self, trainer: Any, method: str) -> None:
-        """Times every call of a method of the trainer."""
+        """Replaces a method of the trainer with one that also records its seconds."""
         original: Callable[..., Any] = getattr(trainer, method)
 
         def timed(*args: Any, **options: Any) -> Any:

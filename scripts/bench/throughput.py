@@ -1,10 +1,10 @@
-"""Compares packed rows under a token quota with padded rows of the same memory, in scoring and update.
+"""Compares the speed of packed rows and padded rows with equal numbers of token positions, in scoring and update.
 
     python scripts/bench/throughput.py [--shape small|qwen2.5-0.5b] [--quota 4096] [--num-samples 48] [--dtype float32]
         [--rounds 3] [--out FILE.json]
 
-Lengths are log-normal (sigma 1), limited to the quota. The baseline puts each sample into a separate row, padded to
-the bucket of the longest. Its micro-batches have at most as many token positions as packed ones.
+Lengths are log-normal (sigma 1), limited to the quota. The baseline puts each sample into a separate row, padded to the
+bucket of the longest sample. Micro-batches of both have at most `--quota` token positions.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SHAPES = {
     ),
 }
 PROMPT_SHARE = 0.25
-"""The fraction of the tokens of a sample that are in the prompt."""
+"""Fraction of a sample's tokens that belong to the prompt."""
 LEARNING_RATE = 1e-6
 
 
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def draw_samples(options: argparse.Namespace, vocab_size: int) -> list[Sample]:
-    """Draws samples with log-normal lengths, advantages and separate prompts."""
+    """Returns samples with log-normal lengths and random advantages, each with its own prompt."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(options.mean_length) - 0.5, 1.0, options.num_samples)
     samples = []
@@ -147,7 +147,7 @@ def one_device() -> Mesh:
 def scoring(
     options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, MicroBatcher]
 ) -> dict[tuple[str, str], Callable[[], None]]:
-    """Returns a pass of the scorer for each kind of micro-batches."""
+    """Returns, for each kind of micro-batch, a function that scores all samples."""
     mesh, definition = one_device(), DecoderDefinition.create(architecture)
     params = definition.initialise(0)
     scorer = Scorer(definition, mesh, dtype=jnp.dtype(options.dtype), logits_chunk=1024)
@@ -161,7 +161,7 @@ def scoring(
 def updating(
     options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, MicroBatcher]
 ) -> dict[tuple[str, str], Callable[[], None]]:
-    """Returns an optimizer step for each kind of micro-batches, from the same weights."""
+    """Returns, for each kind of micro-batch, a function that makes an optimizer step from the same weights."""
     mesh, definition = one_device(), DecoderDefinition.create(architecture)
     settings = OptimizerSettings(learning_rate=LEARNING_RATE)
     schedule = make_schedule(settings, num_updates=1000)
@@ -187,7 +187,7 @@ def updating(
 
 
 def in_turn(passes: dict[tuple[str, str], Callable[[], None]], rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Returns the seconds of each pass; the passes run in turn after a warm-up that compiles."""
+    """Returns the seconds of each pass in each round; a warm-up compiles, then passes alternate."""
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in passes}
     for number in range(rounds + 1):
         for key, run in passes.items():

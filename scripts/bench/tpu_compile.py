@@ -2,17 +2,17 @@
 
     python scripts/bench/tpu_compile.py [--tunix-python PYTHON] [--only NAME ...] [--keep DIRECTORY] [--out FILE.json]
 
-Nothing is run or downloaded: libtpu (`pip install -e '.[tpu]'`, on any x86-64 Linux) compiles for chips without a
-device. PYTHON is the interpreter of an environment with google-tunix and libtpu; without it only our side is compiled.
-A program takes minutes; `--keep` names a folder of compiled programs, which are not compiled again.
+Nothing is run or downloaded: libtpu (`pip install -e '.[tpu]'`, on any x86-64 Linux) compiles for TPUs without a
+device. PYTHON is the interpreter of an environment with google-tunix and libtpu; without it only grpo is compiled.
+Compiling a program takes minutes; programs in the folder `--keep` are not compiled again.
 
-The work consists of 32 of the longest samples, with 512 prompt and 512 completion tokens, 8 for each prompt. Both sides
-have float32 weights over fsdp and compute in bfloat16 without a reference model. Our side has the settings of the
-preset; a second line shows the fullest micro-batch of the preset's own step. Tunix has its defaults and BLOCK remat,
-with all 32 samples at once; `splash` is its flash attention.
+The work consists of 32 samples of 512 prompt and 512 completion tokens, 8 samples per prompt. Both sides have float32
+weights over fsdp and compute in bfloat16 without a reference model. grpo has the settings of the preset; a second line
+shows the fullest micro-batch of the preset's own step. Tunix has its defaults and BLOCK remat, with all 32 samples at
+once; `splash` is its flash attention.
 
-Times are computed in the same way for both (`scripts.bench.program_time`): the compiler's cycles, and for a Pallas
-kernel the bundles of its schedule times its grid steps, or the time of its copies if that is longer.
+Both times are estimated by `scripts.bench.program_time`: the compiler's cycles, and for a Pallas kernel the instruction
+bundles of its schedule times its grid steps, or the time of its copies if that is longer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ WORK = {"prompt": 512, "completion": 512, "group_size": 8}
 OURS = "grpo"
 ROWS = {OURS: 32, "grpo, fullest micro-batch": 128}
 TUNIX = {"Tunix": False, "Tunix, splash": True}
-"""Maps each side of Tunix to whether it has flash attention."""
+"""Maps each configuration of Tunix to whether it uses flash attention."""
 
 
 def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], dict[str, Any]]]:
-    """Yields (model, side, command, work) for each program."""
+    """Yields (model, side, command that compiles, arguments of the command) for each program."""
     for model, (preset, slice_name) in PRESETS.items():
         place = parse_slice(slice_name)
         work = {**WORK, "config": QWEN2_5[model]}
@@ -59,7 +59,7 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
 
 
 def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns the figures of a program, which is compiled in a separate process unless the directory contains it."""
+    """Compiles a program in a separate process, unless the directory contains its figures, and returns the figures."""
     figures, schedules = directory / "figures.json", directory / "schedules"
     if not figures.exists():
         schedules.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
 
 
 def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns one line of the record: the time of the program by part, and time and HBM per completion token."""
+    """Returns the output line of a program: its time by part, and its time and HBM per completion token."""
     place = parse_slice(PRESETS[model][1])
     if "estimated_s" not in figures:
         text = (directory / "program.hlo").read_text()
@@ -90,7 +90,7 @@ def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Formats the record; the last columns are the figures of `OURS` relative to those of each line."""
+    """Formats the output lines as a table; the last columns show the figures of `OURS` relative to each line."""
     rows = []
     for one in lines:
         seconds, size = one["s_per_token"], one["temporary_bytes_per_token"]

@@ -1,4 +1,4 @@
-"""Estimates the times of the programs of a step on TPUs without a device, for developers of kernels.
+"""Estimates the times of a training step's programs on TPUs without a device, for developers of kernels.
 
     python scripts/bench/tpu_time.py [--config FILE|PRESET] [--set NAME=VALUE ...] [--json] [--hlo DIR]
 
@@ -8,12 +8,12 @@ prints the report of `grpo inspect-mesh --compile --json` with added times. `--h
 
 Times are for one call, **estimated by the compiler, never measured**:
 
-- fusions are estimated by the compiler's cycles; Pallas kernels by their scheduled instructions times their
-  grid steps, or by the bytes that they copy if that takes longer; other instructions by their bytes; and collectives by
-  the bytes of a ring over the chip's links. Only the part of a collective that does not overlap with work counts;
-- rows are the fullest that the settings allow. Decoding is the time of one token of all rows at full length;
-- MFU is the share of the chip's peak that the FLOPs of the model use: the matrices at each token and the visible pairs
-  of attention, without recomputation.
+- Fusions take the cycles that the compiler states; Pallas kernels, their scheduled instructions times their grid steps,
+  or the time of their copies if that is longer; collectives, the bytes of a ring over the chip's links, without the
+  time that overlaps with other work; all other instructions, the bytes that they move.
+- Rows are as full as the settings allow. Decoding is the time of one token of all rows at full length.
+- MFU is the fraction of the chip's peak FLOP/s that the model's FLOPs use: matmuls of each token and visible pairs of
+  attention, without recomputation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from settings.checks.commands import check_for_inspect_mesh
 
 
 class TimedPrograms:
-    """Collects the estimated times of the programs of a run while they are compiled one after the other."""
+    """Estimates the time of each program of a run right after it is compiled, and collects the results."""
 
     def __init__(self, step: StepOutline, chip: TpuChip, hlo: Path | None = None) -> None:
         self.step, self.chip, self.hlo = step, chip, hlo
@@ -53,7 +53,7 @@ class TimedPrograms:
         )  # this discards the schedules of programs that this process compiled before
 
     def add(self, program: CompiledProgram, text: str) -> None:
-        """Estimates the time of a program that has just been compiled."""
+        """Adds the estimated time of a program that has just been compiled; `text` is its HLO."""
         if self.hlo is not None:
             write_program(self.hlo, program, text)
         self._bundles |= take_scheduled_bundles(kernel_schedules())
@@ -65,7 +65,7 @@ class TimedPrograms:
 def time_fields(
     text: str, chip: TpuChip, work: ProgramWork, *, bundles: Mapping[str, int], turn_of: str | None
 ) -> dict[str, Any]:
-    """Returns the time of one call: `estimated_s` is the sum of the three fields before it and also of the parts."""
+    """Returns the times of one call; `estimated_s` is the sum of the three fields before it, and of `parts_s`."""
     time = program_time(text, chip, bundles=bundles, turns=work.turns, turn_of=turn_of)
     return {
         "compute_s": time.compute_s,
@@ -82,7 +82,7 @@ def time_report(config: str | None, changes: list[str], hlo: Path | None = None)
     """Returns the report of `grpo inspect-mesh --compile`, with the estimated times of the programs.
 
     Raises:
-        InputError: the settings cannot be used, or are not for TPUs; or a program does not fit.
+        InputError: the settings cannot be used or are not for TPUs, or a program needs too much memory.
     """
     resolved = load(config, changes, os.environ)
     check_for_inspect_mesh(resolved)

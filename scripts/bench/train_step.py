@@ -1,10 +1,10 @@
-"""Compares our GRPO step with that of TRL on equal model, prompts, lengths and precision on one machine.
+"""Compares the GRPO steps of grpo and TRL with equal model, prompts, lengths and precision on one machine.
 
     python scripts/bench/train_step.py --model DIR --data train.jsonl --peer-python PYTHON [--beta 0.04]
         [--set a.b=c ...] [--peer-option OPTION ...] [--steps 2] [--warmup 2] [--rounds 2] [--out FILE.json]
 
-DIR is a Hugging Face directory and PYTHON the interpreter of an environment with TRL; without it only our side runs.
-Each round starts one process of each side, one after the other, so that a machine that slows down slows both.
+DIR is a Hugging Face directory and PYTHON the interpreter of an environment with TRL; without PYTHON only grpo runs.
+Each round starts a process of grpo and then a process of TRL, so that a machine that slows down slows both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OURS, PEER = "grpo", "TRL"
 
 @dataclass
 class Side:
-    """The reports of the processes of one side."""
+    """The reports of all processes of grpo or of TRL."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     peak_memory_bytes: list[int] = field(default_factory=list)
@@ -112,7 +112,7 @@ def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
 
 
 def last_line(command: Sequence[str]) -> dict[str, Any]:
-    """Returns the report of a side from the last line of its output; progress goes to stderr."""
+    """Runs a command and returns the JSON object in the last line of its output; earlier lines go to stderr."""
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     *progress, report = process.stdout.strip().splitlines()
     print(*progress, sep="\n", file=sys.stderr, flush=True)
@@ -120,7 +120,7 @@ def last_line(command: Sequence[str]) -> dict[str, Any]:
 
 
 def table(sides: Mapping[str, Side]) -> str:
-    """Formats the median (minimum..maximum) of each side, and the ratio of our median to the median of the peer."""
+    """Formats median (minimum..maximum) of each side, and the median of grpo divided by the median of TRL."""
     lines = [f"{'':<22}" + "".join(f"{name:>26}" for name in sides) + (f"{'ratio':>10}" if PEER in sides else "")]
     rows = [
         (f"{phase}, s", {name: side.seconds(phase) for name, side in sides.items()})
@@ -139,7 +139,7 @@ def table(sides: Mapping[str, Side]) -> str:
 
 
 def against_ceilings(side: Side, measured: Mapping[str, float]) -> str:
-    """Formats the time of each phase and the shortest time that the measured limits of the machine allow."""
+    """Formats the time of each phase, and the shortest time that the measured limits of the machine allow."""
     flops_rate, read_rate = measured["matmul_flops_per_s"], measured["read_bytes_per_s"]
     parameters, samples = side.facts["num_parameters"], workload.NUM_PROMPTS * workload.GROUP_SIZE
     # Samples share their prompts in every pass.

@@ -1,8 +1,8 @@
-"""Compares the first steps of a first start and of a second start, which loads compiled programs from disk.
+"""Compares the first steps of a run with and without compiled programs in the cache on disk.
 
     python scripts/bench/warm_start.py [--config quickstart] [--set NAME=VALUE ...]
 
-The script starts the same run of two steps twice; the cache of programs is empty before the first start.
+The script starts the same run of two steps twice; the compilation cache is empty before the first start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def steps(folder: Path, name: str, config: str, overrides: list[str]) -> list[dict[str, Any]]:
-    """Returns the metrics of the two steps of a run."""
+    """Runs two training steps in a new process, and returns their metrics."""
     settings = [f"run.dir={folder}", f"run.name={name}", "run.steps=2", *overrides]
     sets = [word for one in settings for word in ("--set", one)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_COMPILATION_CACHE")}

@@ -1,7 +1,7 @@
-"""Defines the work of both sides of `train_step.py`: GSM8K prompts, four samples of 64 tokens each, one AdamW update.
+"""Defines the work of grpo and TRL in `train_step.py`: GSM8K prompts, four samples of 64 tokens, one AdamW update.
 
-The environment variables BENCH_PROMPTS, BENCH_GROUP_SIZE and BENCH_NEW_TOKENS change its size. Only the standard
-library is used, because the environment of the peer also imports this file.
+The environment variables BENCH_PROMPTS, BENCH_GROUP_SIZE and BENCH_NEW_TOKENS change its size. This file uses only the
+standard library, because it is also imported in an environment without grpo.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ GROUP_SIZE = int(os.environ.get("BENCH_GROUP_SIZE", "4"))
 NEW_TOKENS = int(os.environ.get("BENCH_NEW_TOKENS", "64"))
 MIN_PROMPT_LENGTH = 64
 MAX_PROMPT_LENGTH = 128
-"""The maximum number of tokens of a prompt including the chat template."""
+"""Maximum number of tokens of a prompt, including the chat template."""
 LEARNING_RATE = 1e-6
 
 PHASES = ("rollout", "score", "update")
-"""The phases whose seconds both sides report in addition to the whole `step`."""
+"""Phases whose seconds grpo and TRL report in addition to the seconds of the whole `step`."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of the options that `train_step.py` passes to both sides."""
+    """Returns the parser of the options that `train_step.py` passes to the scripts of grpo and TRL."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory")
     parser.add_argument("--rows", type=Path, required=True, help="JSON Lines of questions and answers")
@@ -40,12 +40,12 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Returns the questions and solutions that `train_step.py` selected."""
+    """Reads the questions and solutions that `train_step.py` has selected."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def reward_of(completion: str, answer: str) -> float:
-    """Returns 1 if the last number is correct, 0.1 for any other, plus up to 0.05 by length, so that samples differ."""
+    """Rewards 1 for a correct last number, 0.1 for another number, and up to 0.05 by length, so that samples differ."""
     numbers = _NUMBER.findall(completion)
     gold = answer.split("####")[-1].strip().replace(",", "")
     right = bool(numbers) and numbers[-1].replace(",", "").rstrip(".") == gold
@@ -53,7 +53,7 @@ def reward_of(completion: str, answer: str) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """Returns the peak memory of this process plus, on Linux, that of its running children (the reward workers)."""
+    """Returns the peak memory of this process plus, on Linux, of its running child processes (the reward workers)."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
     return own + sum(map(_peak_of, map(int, children)))
@@ -66,5 +66,5 @@ def _peak_of(pid: int) -> int:
 
 
 def report(steps: list[dict[str, float]], **facts: object) -> None:
-    """Prints the last line of a side's output, which `train_step.py` reads."""
+    """Prints the results as one JSON object, which `train_step.py` reads from the last line of the output."""
     print(json.dumps({"steps": steps, **facts}), flush=True)
