@@ -57,7 +57,7 @@ NextKLCoef = Callable[[Sequence[Sample], float], float]
 """(samples of a step, its KL coefficient) -> the coefficient of the next step."""
 
 KL_HORIZON = 10_000
-"""Number of samples over which an adapted coefficient changes by at most about 20 % (Ziegler et al. 2019)."""
+"""Number of samples during which an adaptive KL coefficient changes by at most about 20 % (Ziegler et al. 2019)."""
 
 
 class AdvantageResult(NamedTuple):
@@ -85,8 +85,7 @@ class AdvantageEstimator:
     parts: RewardParts | None = None
     """The parts of the reward that `estimate` compares separately; None if it compares their sum."""
     penalize: Callable[..., Sample] | None = None
-    """Subtracts a KL penalty of `kl_coef` from a sample's final advantages; None unless `algorithm.kl_in:
-    advantage`."""
+    """Subtracts the KL penalty from a sample's final advantages; None unless `algorithm.kl_in` is `advantage`."""
 
     def learns_from(self, sample: Sample) -> bool:
         """Returns whether a sample takes part in the statistics of its group and in the loss."""
@@ -118,7 +117,7 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
     """Builds the advantage estimator from `algorithm.*`.
 
     Args:
-        custom: the plug-in of `algorithm.estimator`; None without one, or without training.
+        custom: the plug-in of `algorithm.estimator`; None if there is none, or if nothing is trained.
     """
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
@@ -144,7 +143,7 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
 
 
 def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """Replaces the estimation by the advantages and returns saved in the samples; the KL coefficient still adapts."""
+    """Makes an estimator use the advantages and returns saved in the samples; the KL coefficient still adapts."""
     return replace(
         estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False, parts=None, penalize=None
     )
@@ -206,14 +205,19 @@ def make_gae(
 def make_gae_advantages(
     settings: Settings, *, bootstrap: BootstrapFn | None = None, backend: str = "numpy", mask_mode: str = "skip"
 ) -> EstimateAdvantages:
-    """Returns the function that computes GAE from the critic's values; `bootstrap` overrides the one from settings."""
+    """Returns the function that computes GAE from the critic's values.
+
+    Args:
+        bootstrap: gives the value after a sample's last token; None = the function that the settings choose.
+        backend, mask_mode: as in `grpo gae`.
+    """
     gae = make_gae(settings, backend=backend, mask_mode=mask_mode)
     bootstrap = bootstrap or _choose_bootstrap(settings)
     return _from_token_rewards(settings, partial(assign_gae_advantages, gae=gae, bootstrap=bootstrap))
 
 
 def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
-    """Returns the function that computes V-trace from the critic's values and the policy/sampler ratios."""
+    """Returns the function that computes V-trace from the critic's values and the policy-to-sampler ratios."""
     discounts = {"gamma": _make_gamma(settings), "lam": _make_lam(settings.algorithm)}
     estimate = partial(assign_vtrace_advantages, **discounts, bootstrap=_choose_bootstrap(settings))
     return _from_token_rewards(settings, estimate)
@@ -227,7 +231,7 @@ def make_return_advantages(settings: Settings) -> EstimateAdvantages:
 TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = MappingProxyType(
     {"gae": make_gae_advantages, "vtrace": make_vtrace_advantages, "reinforce_plus_plus": make_return_advantages}
 )
-"""Estimators with per-token advantages; all others compare the samples of a group."""
+"""Maps estimators with per-token advantages to their builders; all others compare the samples of a group."""
 
 
 def _make_gamma(settings: Settings) -> DiscountFn:
@@ -239,7 +243,7 @@ def _make_gamma(settings: Settings) -> DiscountFn:
 
 
 def _make_lam(algorithm: AlgorithmSettings) -> DiscountFn:
-    """Returns the function that gives each token of a sample the lambda for its advantage."""
+    """Returns the function that gives each token of a sample its GAE lambda."""
     alpha = algorithm.length_adaptive_lam
     if alpha is None:
         return partial(fixed_discount, discount=algorithm.lam)
@@ -259,7 +263,7 @@ def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]])
 
 
 def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:
-    """Returns the function that estimates the KL for the penalty."""
+    """Returns the KL estimator of the penalty, `algorithm.kl_estimator`."""
     assert algorithm.kl_estimator is not None
     return KL_ESTIMATORS[algorithm.kl_estimator]
 

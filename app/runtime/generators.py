@@ -124,13 +124,14 @@ def _open_local_workers(
 def _open_ray_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh
 ) -> list[RolloutWorker]:
-    """Returns workers in Ray actors, which start when they are first needed.
+    """Returns workers that run in Ray actors; the actors start when they are first needed.
 
     Raises:
         InputError: Ray is not installed, or training runs on several hosts.
     """
     if importlib.util.find_spec("ray") is None:
-        raise InputError("rollout.ray.address: Ray is not installed; run pip install -e '.[ray]', or set it to null")
+        way_out = "run pip install -e '.[ray]', or set rollout.ray.address to null"
+        raise InputError(f"rollout.ray.address: Ray is not installed; {way_out}")
     from app.rollout.workers.ray_actor import ActorSpec
     from app.rollout.workers.ray_worker import RayCluster, RayWorker
 
@@ -174,7 +175,7 @@ def _open_ray_workers(
 
 
 def _worker_names(settings: Settings) -> list[tuple[WorkerKind, str]]:
-    """Returns the kind and the name of each worker of a host."""
+    """Returns (kind, name) of each worker of a host, the fast workers first."""
     return [(kind, f"{kind}-{i}") for kind in KINDS for i in range(getattr(settings.rollout.workers, kind).count)]
 
 
@@ -189,11 +190,11 @@ def _worker_shapes(settings: Settings, kind: WorkerKind, *, row_shards: int = 1)
 
 
 def check_async_workers(workers: RolloutWorkerPool) -> None:
-    """Raises InputError if workers cannot generate during training on the devices that train.
+    """Raises InputError if a worker on the devices that train has several devices, which could deadlock with training.
 
-    A device runs programs in the order in which they were dispatched. A program on one device waits for no other, so
-    every program of a one-device worker ends, and a training program queued after it continues. Training programs wait
-    only for each other, and the main threads of all hosts dispatch them in the same order.
+    A device runs programs in the order in which they were dispatched. A program on a single device waits for no other
+    device, so it ends, and the training program after it starts. Training programs wait only for each other, and the
+    main threads of all hosts dispatch them in the same order.
     """
     for worker in workers.workers:
         if worker.num_devices > 1:

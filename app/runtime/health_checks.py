@@ -1,4 +1,4 @@
-"""Checks that stop a run: rewards that fail, and divergence."""
+"""Stops a run if rewards fail or training diverges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NONFINITE_STEPS = 3
 
 
 class RewardError(RuntimeError):
-    """The reward functions or the advantage estimator have failed permanently; raised on every host."""
+    """Training cannot continue with the rewards or advantages; raised on every host."""
 
 
 def stop_if_failed(fatal_error: str | None, *, source: str) -> None:
@@ -60,7 +60,7 @@ def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) 
 
 
 def stop_if_diverged(metrics: Mapping[str, float | None]) -> None:
-    """Raises RuntimeError if too many updates in a row were not finite."""
+    """Raises RuntimeError after `MAX_NONFINITE_STEPS` updates in a row with a NaN or infinite gradient."""
     for network, section in (("policy", "optimizer"), ("value", "critic")):
         in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
         if in_a_row >= MAX_NONFINITE_STEPS:

@@ -100,7 +100,7 @@ def eval_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
 
 
 def read_policy(settings: Settings, *, config_only: bool = False) -> ModelSpec:
-    """Reads the model of `model.path` and its tokenizer, or with `config_only` only its `config.json`.
+    """Reads the model of `model.path` and its tokenizer or, with `config_only`, only its `config.json`.
 
     Raises:
         InputError: the model cannot be used, or its context is too short for the settings.
@@ -202,7 +202,7 @@ def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
 
 
 def read_eval_prompts(settings: Settings, tokenizer: Tokenizer) -> tuple[list[Prompt], EncodeReport]:
-    """Reads and tokenizes the prompts of an evaluation."""
+    """Reads and tokenizes the prompts of evaluations, and reports how many were dropped."""
     rows = read_eval_rows(settings)
     warn_of_misread_prompts(settings, rows, tokenizer)
     return encode_prompts(rows, tokenizer, settings.data)

@@ -41,7 +41,7 @@ def check_experts(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
 
 
 def replicated_dim_notes(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
-    """Returns a note for every dim that tp does not divide: replicating it on every device costs memory."""
+    """Returns a note for every dim that tp does not divide and that is therefore replicated, which costs memory."""
     tp = mesh.shape["tp"]
     sizes = {"kv heads": architecture.num_kv_heads, "tokens of the vocabulary": architecture.vocab_size}
     if architecture.num_experts is None:

@@ -35,7 +35,7 @@ def num_bootstrap_tokens(settings: Settings, role: str) -> int:
 def make_score_batcher(
     settings: Settings, role: ForwardRole, architecture: Architecture, max_lengths: MaxLengths
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns the batcher of a role's scoring pass."""
+    """Returns the batcher for the scoring pass of a role."""
     scope = settings.score.for_role(role)
     extra = num_bootstrap_tokens(settings, role)
     of_group = max_lengths.group and max_lengths.group + extra * settings.rollout.group_size

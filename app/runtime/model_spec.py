@@ -132,7 +132,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
         mixture = f"a mixture of {experts} experts, but a byte can record only {UNRECORDED}"
         raise InputError(
             "rollout.routing_replay: true records the experts of each token, but "
-            f"{settings.model.path} is {'a dense model' if experts is None else mixture}; set it to false"
+            f"{settings.model.path} is {'a dense model' if experts is None else mixture}; set rollout.routing_replay to false"
         )
     adapted = adapted_definition(definition, settings.model)
 
@@ -245,7 +245,8 @@ def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: b
     assert path is not None
     if settings.reference.revision is not None and not is_from_hub(settings.reference.path or ""):
         raise InputError(
-            f"reference.revision: {settings.reference.path} is not on the hub, so it has no revisions; set it to null"
+            f"reference.revision: {settings.reference.path} is not on the hub, so it has no revisions; set "
+            "reference.revision to null"
         )
     with model_setting_in_errors("reference.path"):
         teacher = _open_causal_lm("reference.path", path, settings.model.attention, config_only=config_only)

@@ -1,4 +1,4 @@
-"""The reward model of a run: checked before any device work, loaded once, and run at every step."""
+"""Checks a run's reward model before any device work, loads it, and scores samples with it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reward_model_notes(reward_model: RewardModelSpec | None, policy: ModelSpec) 
 
 
 def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
-    """Reads the model of `reward.model`; returns None without one.
+    """Reads the model of `reward.model`; returns None if it is not set.
 
     Raises:
         InputError: the model cannot be used; found here rather than later on the device.
@@ -155,14 +155,14 @@ class RewardModel:
 
 
 class RewardPass(NamedTuple):
-    """One pass of the reward model over the samples of a round."""
+    """The micro-batches and compilations of a reward model's pass over the samples of a round."""
 
     cut: GlobalPlan
     num_compilations: int
 
 
 def reward_model_metrics(passes: Sequence[RewardPass], *, seconds: float) -> dict[str, float]:
-    """Returns the metrics of all passes of a step and their total time; empty without a reward model."""
+    """Returns the metrics of a step's passes, which took `seconds` in total; empty without a reward model."""
     if not passes:
         return {}
     compilations = sum(one.num_compilations for one in passes)

@@ -48,9 +48,9 @@ def make_trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple
 
 
 def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Calls every reward function for a prompt with a reference answer, and for a prompt without one if there is any.
+    """Calls every reward function on a prompt with a reference answer, and on a prompt without one if the data has any.
 
-    Logs failures, and functions that do not distinguish the reference answer from others.
+    Logs failures, and functions that do not distinguish the reference answer from other answers.
 
     Raises:
         InputError: a function fails in a way that would also stop a run.

@@ -30,7 +30,7 @@ The estimate omits work that takes equally long on every mesh (LM head, sampling
 
 
 def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
-    """Returns the mesh that `rollout.mesh` makes of the devices of the training mesh; fsdp is 1 unless it is the same.
+    """Returns the mesh for generation: the devices of the training mesh, arranged as `rollout.mesh` says.
 
     Raises:
         InputError: dp and tp do not divide the devices, or tp does not divide the model's heads or experts.
@@ -94,7 +94,7 @@ def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition,
 
 
 def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
-    """Returns the mesh with the shortest estimated time per token; the training mesh if there is no estimate."""
+    """Returns the mesh with the shortest estimated decode step; the training mesh if no estimate is possible."""
     chip = find_chip(device_kind(mesh.devices.flat[0]))
     if chip is None or settings.rollout.has_workers:
         return mesh

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CriticModel:
-    """A value decoder on the mesh of a session."""
+    """The critic of a session, and its scorer on the session's mesh."""
 
     spec: NetworkSpec
     valuer: ValueScorer
@@ -63,7 +63,7 @@ class ScoringSession:
     """Scores with the teacher or, without a teacher, with the policy without its adapters."""
     critic: CriticModel | None = None
     teacher: NetworkSpec | None = None
-    """The model of `reference.path`; None if the reference is the policy's start, or without a reference."""
+    """The model of `reference.path`; None if it is not set."""
     generation_devices: tuple[int, ...] = ()
     """Indices of this host's devices that only generate; empty if all belong to the mesh."""
 
@@ -115,7 +115,7 @@ class ScoringSession:
         )
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
-        """Returns the architecture of the network of a role."""
+        """Returns the architecture of the network that a role scores with."""
         others = {"critic": self.critic and self.critic.spec, "reference": self.teacher}
         return (others.get(role) or self.model_spec).architecture
 
@@ -139,7 +139,7 @@ class ScoringSession:
         return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
 
     def load_reference(self) -> Params:
-        """Loads the weights of the teacher, or else of `model.path`, in the form of `held_reference`."""
+        """Loads the weights of the teacher or, without a teacher, of `model.path`, in the dtype of `held_reference`."""
         return load_weights(self.held_reference, (self.teacher or self.model_spec).files.weights, self.mesh)
 
     @property
@@ -160,11 +160,11 @@ class ScoringSession:
         vars(self).pop("frozen_params", None)
 
     def full_params(self, trained_params: Params) -> Params:
-        """Returns all weights of the policy: the trained ones combined with the frozen ones."""
+        """Returns all weights of the policy: `trained_params` combined with the frozen weights."""
         return combine_params(trained_params, self.frozen_params)
 
     def initial_trained_params(self) -> Params:
-        """Returns the initial trained weights: those of `model.path`, or adapters that change nothing yet."""
+        """Returns the trained weights before training: of `model.path`, or adapters that do not change its outputs."""
         definition = self.model_spec.policy_definition
         if definition.lora is None:
             return self.load_params()
@@ -174,7 +174,7 @@ class ScoringSession:
     def score(
         self, params: Params, samples: Sequence[Sample], role: ScoredRole, *, batcher: MicroBatcher
     ) -> tuple[list[Sample], GlobalPlan]:
-        """Returns the samples with the logprobs or values of a role, and the plan of the micro-batches.
+        """Returns the samples with the logprobs or values of a role added, and the micro-batch plan.
 
         Args:
             params: the weights of the role's network.
@@ -202,7 +202,9 @@ def score_samples(
     is_scanned: bool,
     temperature: float = 1.0,
 ) -> tuple[list[Float32[np.ndarray, "C"]], GlobalPlan]:
-    """Returns the logprobs or values of this host's samples, and the plan. All hosts must call it together.
+    """Returns the logprobs or values of this host's samples, and the micro-batch plan of all hosts.
+
+    All hosts must call it together.
 
     Args:
         is_scanned: whether one compiled scan runs all micro-batches.

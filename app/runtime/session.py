@@ -45,7 +45,7 @@ class Session:
     """A model on a mesh that generates and scores samples."""
 
     scoring: ScoringSession
-    """The mesh, the model and its scorers, and the critic if there is one."""
+    """The mesh, the model and the scorers, including the critic's if there is a critic."""
     generates: Literal["rollouts", "evaluations"] | None
     """`rollouts` for rollouts and evaluations, `evaluations` for evaluations only; None = nothing is generated."""
     to_decode_weights: DecodeConversion
@@ -66,12 +66,12 @@ class Session:
         generates: Literal["rollouts", "evaluations"] | None = "rollouts",
         held_bytes: int = 0,
     ) -> Session:
-        """Opens the slots or workers of the settings. All hosts must call it together.
+        """Opens the decode slots or workers that the settings choose. All hosts must call it together.
 
-        Workers that generate during training are always busy; slots are then opened for evaluations.
+        Workers that generate during training are always busy; slots are then also opened, for evaluations.
 
         Args:
-            generates: see `Session`; with None, the settings of generation are not used.
+            generates: see `Session.generates`; with None, the settings of generation are not used.
             held_bytes: bytes per device of other arrays that stay there during generation.
 
         Raises:
@@ -144,7 +144,7 @@ class Session:
 
     @property
     def generator(self) -> Generator:
-        """The generator of rollouts."""
+        """The generator of rollouts: the workers if there are any, otherwise the decode slots."""
         generator = self.workers or self.continuous_batching
         assert generator is not None, "this session generates nothing"
         return generator
@@ -217,7 +217,7 @@ class Session:
         return self.workers.take_schedule_metrics() if self.workers else []
 
     def footprint(self, generator: Generator) -> Footprint:
-        """Returns the arrays that a generator keeps on the devices."""
+        """Returns the shapes of the weights and caches that a generator keeps on the devices."""
         if self.workers is None or generator is not self.workers:
             return generator.footprint()
         return _worker_footprint(self.scoring, self.to_decode_weights, self.workers)
@@ -242,7 +242,7 @@ def _decode_conversion(scoring: ScoringSession, *, generates: bool) -> DecodeCon
 
 
 def _worker_footprint(scoring: ScoringSession, conversion: DecodeConversion, workers: RolloutWorkerPool) -> Footprint:
-    """Returns the arrays that workers keep on the devices of this process."""
+    """Returns the shapes of the weights and caches that workers keep on the devices of this process."""
     rollout = scoring.settings.rollout
     if rollout.uses_ray:
         # The caches are on the devices of the actors.

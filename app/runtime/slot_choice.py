@@ -1,4 +1,4 @@
-"""Chooses the number of decode slots, and of KV blocks that fit in memory."""
+"""Chooses the numbers of decode slots and of KV blocks by the available memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Pipeline stages as commands over a file of samples: rollout, score and gae."""
+"""Implements the commands that process files of samples: rollout, score and gae."""

@@ -30,7 +30,7 @@ class WrittenAdvantages:
     """Whitens advantages before they are written, and accumulates statistics of the written advantages and returns."""
 
     whitening: Moments | None
-    """The moments of all advantages in the file; None = no whitening."""
+    """Moments of all advantages in the file, with which they are whitened; None = no whitening."""
     num_rows: int = 0
     num_tokens: int = 0
     num_trainable: int = 0
@@ -45,7 +45,7 @@ class WrittenAdvantages:
         *,
         num_rows: int,
     ) -> Float32[np.ndarray, "*any"]:
-        """Returns the advantages to write for some rows, whitened if there is a `whitening`."""
+        """Returns the advantages to write for `num_rows` rows or samples: whitened if `whitening` is not None."""
         if self.whitening is not None:
             advantages = whiten(advantages, mask, self.whitening)
         self.num_rows += num_rows
@@ -57,7 +57,7 @@ class WrittenAdvantages:
 
 
 def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: str, mask_mode: str) -> dict[str, Any]:
-    """Writes `input` with advantages and returns to `out`, in the same format, and returns the summary to print.
+    """Adds advantages and returns to `input`, writes it to `out` in the same format, and gives the summary to print.
 
     The whole input is checked before any device work. Samples are read again for each pass; whitening adds a pass.
 

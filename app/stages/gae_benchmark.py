@@ -105,7 +105,7 @@ class BenchmarkShape(NamedTuple):
 def run_benchmark(
     settings: Settings, *, input: Path | None, shapes: str, folder: Path, mask_mode: str
 ) -> dict[str, Any]:
-    """Times all backends with the settings' gamma, lambda and chunk size, and writes bench.json and bench.png.
+    """Times all backends with the gamma, lambda and chunk size of the settings; writes bench.json and bench.png.
 
     Args:
         input: samples or matrices to time; None = random data of `shapes`.
@@ -355,7 +355,7 @@ def loop_over_time(
 
 
 def describe_fastest(cases: Sequence[BackendTiming]) -> str:
-    """Returns, for each shape and kind of rows, the fastest backend, compared with the loop and with `auto`."""
+    """Names the fastest backend for each shape and kind of rows, and compares it with the loop and with `auto`."""
     lines = []
     for (shape, rows), group in groupby(cases, key=lambda case: (case.shape, case.rows)):
         best, *others = sorted(group, key=lambda case: case.median_s)

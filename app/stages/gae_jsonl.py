@@ -26,7 +26,7 @@ PROGRESS_INTERVAL_S = 2.0
 
 
 class GaeSampleFile:
-    """Samples in a JSON Lines file, which is read once for checking and once for each pass over the advantages."""
+    """Computes GAE for a JSON Lines file, which is read once for checking and once per pass over the advantages."""
 
     ROW_NAME = "samples"
 
@@ -86,7 +86,7 @@ class GaeSampleFile:
         """Writes every record unchanged, with `advantages` and `returns` added.
 
         Args:
-            finish: (advantages, returns, mask, num_rows=) -> the advantages to write; see `WrittenAdvantages`.
+            finish: returns the advantages to write, possibly whitened; see `WrittenAdvantages`.
 
         Raises:
             InputError: advantages or returns exceed float32; nothing is written.
@@ -105,7 +105,7 @@ class GaeSampleFile:
                 yield {**one.record, "advantages": advantages.tolist(), "returns": returns.tolist()}
 
     def _windows(self) -> Iterator[tuple[list[tuple[np.ndarray, ...]], list[LocatedSample]]]:
-        """Yields some samples at a time, with (advantages, returns, mask) of each."""
+        """Yields some samples at a time: (advantages, returns, mask) of each, and the samples."""
         for window in sample_windows(self._samples(), window_tokens=self._window_tokens):
             parts = self._estimates_of(window)
             if not all(np.isfinite(part).all() for one in parts for part in one):

@@ -22,7 +22,7 @@ UNREADABLE = (ValueError, EOFError, OSError, KeyError, TypeError, RuntimeError, 
 
 
 class GaeMatrixFile:
-    """NPZ file with `rewards` [B, T], `values` [B, T] or [B, T+1] and optionally `mask` [B, T]."""
+    """Computes GAE for an NPZ file with `rewards` [B, T], `values` [B, T] or [B, T+1], and optionally `mask` [B, T]."""
 
     ROW_NAME = "rows"
 
@@ -47,7 +47,7 @@ class GaeMatrixFile:
         """Writes `advantages` and `returns`, [B, T] float32.
 
         Args:
-            finish: (advantages, returns, mask, num_rows=) -> the advantages to write; see `WrittenAdvantages`.
+            finish: returns the advantages to write, possibly whitened; see `WrittenAdvantages`.
 
         Raises:
             InputError: advantages or returns exceed float32; nothing is written.

@@ -1,4 +1,4 @@
-"""`grpo rollout`: samples prompts and writes the samples to a file."""
+"""`grpo rollout`: generates samples for prompts and writes them to a file."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def _generate(
 
 
 def _in_order(fresh: Iterator[Sample], shard: PromptShard, finished: Mapping[str, Sample]) -> Iterator[Sample]:
-    """Merges new and already finished samples in prompt order."""
+    """Yields newly generated samples and samples of an earlier, killed rollout in prompt order."""
     for place in shard.prompt_indices:
         for index in range(shard.group_size):
             stored = finished.get(f"{shard.prompts[place].uid}/s{index}")

@@ -57,7 +57,7 @@ class SampleReader:
         self._stamp = file_stamp(path)
 
     def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
-        """Returns the extent of the file, and `num_picked` random samples, or all samples if there are fewer.
+        """Checks every line; returns the extent of the file, and `num_picked` random samples (all if there are fewer).
 
         Raises:
             InputError: a line is not a sample of this model, or the file has no samples.

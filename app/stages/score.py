@@ -194,7 +194,7 @@ def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> P
 def _make_micro_batcher(
     settings: Settings, role: ScoredRole, architecture: Architecture, extent: SampleFileExtent
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns a batcher with the same row shapes for every window."""
+    """Returns a batcher that gives all windows the same row shapes, so that programs are compiled once."""
     batcher = make_score_batcher(settings, role, architecture, MaxLengths(extent.max_length))
     if isinstance(batcher, FixedRowBatcher):
         extra = num_bootstrap_tokens(settings, role)

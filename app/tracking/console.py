@@ -1,4 +1,4 @@
-"""Console output of a run: one line per step, and a live progress bar below them on a terminal."""
+"""Shows a run on the console: one line per step and, on a terminal, a progress bar below the lines."""
 
 from __future__ import annotations
 

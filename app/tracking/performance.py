@@ -60,7 +60,7 @@ class StepFlops:
 
     rollout: NetworkPass
     passes: tuple[NetworkPass, ...]
-    """The passes of scoring and updates."""
+    """The passes for scoring and for updates."""
     reward_model: NetworkPass | None = None
 
     def total(

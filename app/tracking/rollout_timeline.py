@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 IDLE_COLOR, SUSPENDED_COLOR = "#8888883a", PURPLE
 COLORS: dict[SampleRole | None, str] = {"probe": ORANGE, "fast": BLUE, "any": BLUE, "heavy": RED}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
-"""Height of a slot in inches, and gap between workers as a multiple of it."""
+"""Height of a slot in inches, and gap between workers in slot heights."""
 MERGE_GAP = 0.001
 """Segments of a sample are drawn as one bar if the pause between them is at most this fraction of the makespan."""
 WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5

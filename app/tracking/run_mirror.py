@@ -31,7 +31,7 @@ MAX_DELAY_S = 60.0
 GROWTH_BYTES_PER_S = 1 << 20
 """Maximum average upload rate of a file that keeps changing: each upload sends it whole, so large files wait longer."""
 LEFT_OUT = frozenset({".lock", FETCHED, "checkpoints", "wandb"})
-"""Files and folders of a run that are mirrored differently or not at all."""
+"""Files and folders of a run that `_write_files` skips: checkpoints are mirrored separately, the others not at all."""
 
 
 def read_lease(bucket: Bucket) -> dict[str, Any] | None:
@@ -326,7 +326,8 @@ class RunMirror:
             time.sleep(1.0)
             owner = (read_lease(self._bucket) or {}).get("owner")
         if owner != self._owner:
-            raise InputError(f"run.dir: another process has started to write {self._bucket.address}; try again later")
+            way_out = "choose another run.name, or end that process first"
+            raise InputError(f"run.dir: another process has started to write {self._bucket.address}; {way_out}")
 
     def _keep_lease(self) -> None:
         while self._problem is None and not self._is_over.wait(RENEW_S / 2):

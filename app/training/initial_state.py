@@ -104,7 +104,7 @@ def _fetch_again(folder: RunFolder, step: int) -> bool:
 
 
 def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:
-    """Writes the settings into the run directory and opens its log, or continues the existing one."""
+    """Writes the settings into the run directory, and opens its log or, if `resumed`, continues it."""
     if jax.process_index() != 0:
         return NullRunLog()
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.

@@ -53,7 +53,7 @@ CHANGEABLE_FINGERPRINTS = {
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
-"""Maps a fingerprint that may change in a resumed run to the settings, any of which allows it in `--allow-changed`.
+"""Maps a fingerprint that a resumed run may change to settings; `--allow-changed` with any of them allows the change.
 
 The fingerprints of policy and critic must not change, because their arrays come from the checkpoint.
 """
@@ -73,7 +73,7 @@ class TrainingInputs:
     """Report for users: how columns are mapped, and how many prompts are kept and dropped."""
     reward_model: RewardModelSpec | None = None
     teacher: NetworkSpec | None = None
-    """The model of `reference.path`; None if the reference, if any, is the policy before training."""
+    """The model of `reference.path`; None if it is not set."""
     replay: Replay | None = None
     """The saved samples to train on; None if samples are generated."""
     given: Sequence[Sample] = ()

@@ -75,7 +75,7 @@ class Replay:
     rollouts: Path
     """The file or folder of --from-rollouts."""
     files: Mapping[int, StepFile]
-    """Files by step, without gaps."""
+    """The file of each step; the steps have no gaps."""
     prompts: Sequence[Prompt]
     """The distinct prompts of all files."""
     source_run: RunDirectory | None
@@ -164,7 +164,7 @@ def read_replay(
     """Reads and checks every line of the files of a replay.
 
     Args:
-        rollouts: a file, the directory of a run, or a folder of such files.
+        rollouts: a file of samples, a folder of such files, or a run directory.
         start: the checkpoint to start from, already checked against the model; None = the models' own weights.
         target_run: the run that trains on the samples.
 

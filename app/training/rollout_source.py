@@ -131,9 +131,9 @@ class SyncRolloutSource(GeneratedRounds):
 class AsyncRolloutSource(GeneratedRounds):
     """Generates while steps train, at most `rollout.max_staleness` = k steps ahead of them.
 
-    Step v publishes version v at its end. From then until step v + 1 takes its first round, at most k + 1 rounds are
-    pending; from there until step v + 1 ends, at most k. Since every step takes at least one round, a round submitted
-    while v is the newest version is used at the latest by step v + k + 1, whose policy has version v + k.
+    Step v publishes version v of the policy at its end. Then, until step v + 1 takes its first round, at most k + 1
+    rounds are pending; afterwards, until step v + 1 ends, at most k. Every step takes at least one round. So a round
+    submitted while v is the newest version is used at the latest by step v + k + 1, whose policy has version v + k.
 
     Source: Fu et al. 2025 (AReaL), eq. 3.
     """

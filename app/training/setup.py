@@ -62,7 +62,7 @@ class RunSetup:
     notes: tuple[str, ...]
     """Notes for users, for example about the mesh and the adapters."""
     allow_changed: Sequence[str] = ()
-    """Settings and sections that a resumed run may change although they change what it learns."""
+    """Settings and sections that a resumed run may change although they affect what it learns."""
 
     @property
     def run(self) -> RunDirectory:

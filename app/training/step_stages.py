@@ -38,7 +38,7 @@ class RewardedRound(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardStage:
-    """Rewards the samples of a step, round by round."""
+    """Computes the rewards of a step's samples, round by round."""
 
     compute_rewards: ComputeRewards
     """Computes the rewards or, in a replay, reuses saved rewards."""
@@ -80,7 +80,7 @@ def reward_stage_metrics(rounds: Sequence[RewardedRound], timer: StepTimer) -> d
 
 @dataclass(frozen=True)
 class ScoreStage:
-    """Scores the samples of a step in every role that its algorithm needs."""
+    """Computes the logprobs and values of a step's samples that the algorithm needs."""
 
     session: ScoringSession
     batchers: Mapping[ScoredRole, MicroBatcher]

@@ -48,7 +48,7 @@ class TrainingRun:
     is_complete: bool
     """False if a signal or `on_step` ended the run before its last step; a checkpoint is then saved."""
     exit_code: int
-    """Exit code of the process: 0, or after a signal 75 or 130."""
+    """Exit code for the process: 0, or after a signal: 130 for Ctrl-C, otherwise 75."""
     best: BestCheckpoint | None
     """Step, metric and value of the best evaluation, whose checkpoint is `checkpoints/best`. Step 0 is the model before
     training."""
@@ -69,7 +69,7 @@ def train(
 
     Args:
         start_request: the checkpoint to start from, and the saved samples to train on.
-        allow_changed: settings and sections that a resumed run may change although they change what it learns.
+        allow_changed: settings and sections that a resumed run may change although they affect what it learns.
         on_step: called on every host; a true value on any of them ends the run with a checkpoint.
         clock: returns the time in seconds, for `checkpoint.every_minutes`; only the clock of process 0 is used.
 
@@ -89,7 +89,7 @@ def train(
 
 
 def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_step: StepCallback | None) -> TrainingRun:
-    """Opens everything that a run needs, on `stack`, and runs its steps."""
+    """Runs the steps of a run that has passed its checks; `stack` closes what is opened for them."""
     settings, session, is_process_0 = setup.resolved.settings, setup.session, jax.process_index() == 0
     # Signals are handled from here on, including the final report; a second Ctrl-C stops at once.
     interrupts = stack.enter_context(PreemptionHandler(setup.watchdog.status_board))

@@ -148,7 +148,7 @@ class ForcedRollout:
         )
 
     def compile(self) -> float:
-        """Compiles all programs and returns how many seconds this took."""
+        """Compiles the programs of all workers and returns the seconds that this took."""
         start = time.perf_counter()
         fast, *heavy = self.slots
         self.engines = [self.new_engine(fast, row_limit=self.fast_length), *map(self.new_engine, heavy)]

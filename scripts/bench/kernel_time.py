@@ -26,7 +26,7 @@ from settings.errors import InputError
 GROUPED_PRODUCTS = ("ragged-dot-none", "tgmm")
 """Names of the kernels that `app.model.grouped_product` uses: XLA's ragged dot, and tgmm of megablox."""
 SCHEDULES = ".*final_bundles.*"
-"""Regular expression for the compiler pass whose dump contains the scheduled instructions of a Pallas kernel."""
+"""Regular expression of the compiler passes whose dumps contain the scheduled instructions of Pallas kernels."""
 ROUTED_ROWS = "routed rows"
 """Key in `turns` of the number of rows that are routed to the experts of a device."""
 

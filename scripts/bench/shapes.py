@@ -31,7 +31,7 @@ QWEN2_5 = {
     "Qwen2.5-3B": _qwen2_5(36, 2048, 11_008, 16, 2),
     "Qwen2.5-7B": _qwen2_5(28, 3584, 18_944, 28, 4, vocab_size=152_064, tied=False),
 }
-"""Fields of each model's `config.json` that determine its network."""
+"""Maps each model to the fields of its `config.json` that determine its network."""
 _QWEN3 = {
     **{"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False, "max_position_embeddings": 40_960},
     **{"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False, "attention_bias": False},

@@ -97,7 +97,7 @@ def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
 
 
 def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
-    """Writes to `out` the first rows whose templated prompts have `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
+    """Writes to `out` the first rows whose prompts have `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
     some = load_dataset(str(options.data)).rows[: 10 * num_rows]
     tokenizer = load_tokenizer(open_model(options.model))
     prompts, _ = encode_prompts(some, tokenizer, DataSettings(max_prompt_length=workload.MAX_PROMPT_LENGTH))
@@ -105,7 +105,7 @@ def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
     if len(chosen) < num_rows:
         raise SystemExit(
             f"--data: expected at least {num_rows} prompts of {workload.MIN_PROMPT_LENGTH} to "
-            f"{workload.MAX_PROMPT_LENGTH} tokens, got {len(chosen)}"
+            f"{workload.MAX_PROMPT_LENGTH} tokens, got {len(chosen)}; give a larger file"
         )
     lines = [json.dumps({"question": p.source, "answer": p.answer}) for p in chosen]
     out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
