@@ -33,7 +33,7 @@ from scripts import make_tiny_model
 from scripts.make_tiny_model import END, pack_rows
 
 LEVEL_SHARES = {2: 0.4, 3: 0.6}
-"""Maps a difficulty level of products to its fraction of them."""
+"""Maps a difficulty level to its fraction of the product problems."""
 CALL_SHARE = 0.3
 """Fraction of the products for which the demonstration calls the calculator."""
 SLIP_SHARE, REPEAT_SHARE = 0.05, 0.05
@@ -90,7 +90,7 @@ def game(rng: np.random.Generator) -> list[str]:
 
 
 def to_sample(tokenizer: PreTrainedTokenizerFast, question: str, parts: Sequence[str]) -> Sample:
-    """Encodes a conversation. `parts` are in turn the policy's turns, which alone are in the loss, and the replies."""
+    """Encodes a conversation; `parts` alternate between the policy's turns, which alone are in the loss, and replies."""
     chat = [{"role": "user", "content": question}]
     prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     pieces = [tokenizer.encode(f"{part}{'<|assistant|>' if i % 2 else END}") for i, part in enumerate(parts)]

@@ -150,7 +150,7 @@ def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
 
 
 def make_group_advantages(settings: Settings) -> EstimateAdvantages:
-    """Returns the function that compares rewards, minus the KL penalty if `algorithm.kl_in: reward`, in each group."""
+    """Returns the function that compares the rewards of each group, minus the KL penalty if it is in the reward."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
     assign = partial(assign_group_advantages, advantages=GROUP_ADVANTAGES[algorithm.estimator])
@@ -176,7 +176,7 @@ def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -
 
 
 def _make_sample_rewards(algorithm: AlgorithmSettings) -> Callable[..., np.ndarray]:
-    """Returns the function (samples, kl_coef) -> rewards, minus the KL penalty if `algorithm.kl_in: reward`."""
+    """Returns the function (samples, kl_coef) -> rewards, minus the KL penalty if `algorithm.kl_in` is `reward`."""
     if not algorithm.kl_in_reward:
         return lambda samples, kl_coef: task_rewards(samples)
     penalized = partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm))
@@ -209,7 +209,7 @@ def make_gae_advantages(
 
     Args:
         bootstrap: gives the value after a sample's last token; None = the function that the settings choose.
-        backend, mask_mode: as in `grpo gae`.
+        backend, mask_mode: see the options of `grpo gae`.
     """
     gae = make_gae(settings, backend=backend, mask_mode=mask_mode)
     bootstrap = bootstrap or _choose_bootstrap(settings)
@@ -255,7 +255,7 @@ def _choose_bootstrap(settings: Settings) -> BootstrapFn:
 
 
 def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]]) -> EstimateAdvantages:
-    """Returns an estimator: `assign` with token rewards, minus the KL penalty if `algorithm.kl_in: reward`."""
+    """Returns an estimator: `assign` with token rewards, minus the KL penalty if `algorithm.kl_in` is `reward`."""
     if not settings.algorithm.kl_in_reward:
         return lambda samples, kl_coef: assign(samples, token_rewards=task_token_rewards)
     penalized = partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(settings.algorithm))

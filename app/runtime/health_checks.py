@@ -28,7 +28,7 @@ def check_rewards(scored: RewardedSamples) -> None:
     """Checks that training can continue with the rewards of all hosts.
 
     Raises:
-        RewardError: a reward function ends the run, or no sample has a reward.
+        RewardError: a reward function has a fatal error, or no sample has a reward.
         RuntimeError: no sample could be generated, because the logits are not finite; raised on every host.
     """
     stop_if_failed(scored.fatal_error, source="a reward function")

@@ -131,8 +131,8 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
     if settings.rollout.routing_replay and (experts is None or experts > UNRECORDED):
         mixture = f"a mixture of {experts} experts, but a byte can record only {UNRECORDED}"
         raise InputError(
-            "rollout.routing_replay: true records the experts of each token, but "
-            f"{settings.model.path} is {'a dense model' if experts is None else mixture}; set rollout.routing_replay to false"
+            f"rollout.routing_replay: true records the experts of each token, but {settings.model.path} is "
+            f"{'a dense model' if experts is None else mixture}; set rollout.routing_replay to false"
         )
     adapted = adapted_definition(definition, settings.model)
 

@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 TINY_PARAMETERS = 2**25
 """Number of parameters below which compiling the programs for decode slots takes longer than generating samples."""
 SURE_SHARE = 0.7
-"""Fraction of a device's memory: arrays that fill less are assumed to leave enough for temporaries, unmeasured."""
+"""If arrays fill at most this fraction of a device's memory, the rest is assumed to suffice for temporaries."""
 POOL_COPIES = 3
-"""Assumed size of the KV cache in a program, as a multiple of its bytes: TPUs make padded copies for narrow heads."""
+"""Assumed memory of the KV cache in a program as a multiple of its size: TPUs make padded copies for narrow heads."""
 SPARE_SHARE = 0.05
 """Fraction of a device's memory that is left free, for fragmentation and uncounted buffers."""
 MEAN_FILL = 0.5
@@ -33,8 +33,8 @@ MEAN_FILL = 0.5
 def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) -> int | None:
     """Returns the number of KV blocks that fit on each device; None if all slots fit at full length.
 
-    If memory is scarce, compiles the largest programs for two numbers of blocks to measure it. If not even one sample
-    fits, logs a warning and returns the blocks of one sample.
+    If memory is scarce, compiles the largest programs for two numbers of blocks to measure their memory. If not even
+    one sample fits, logs a warning and returns the blocks of one sample.
 
     Args:
         engine: an engine that has enough blocks for all slots at full length.
@@ -90,7 +90,7 @@ def _blocks_beside_programs(
 
 
 def slots_in_blocks(programs: SlotPrograms) -> int:
-    """Returns the number of slots, up to `num_slots`, that the KV blocks fill if rows have the assumed mean length.
+    """Returns how many slots, up to `num_slots`, the KV blocks suffice for if rows have the assumed mean length.
 
     Counts of 8 or more per device are rounded down to a multiple of 4, so that batches can be halved twice.
     """

@@ -320,7 +320,7 @@ def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
     """Returns the mean seconds of each call in each repeat.
 
     Each repeat makes all calls in a new random order, so that a disturbance affects all of them, and no call always
-    finds in the caches what the same other call has left there.
+    follows the same other call, whose data may still be in the caches.
     """
     times = [[timeit(call, number=1)] for call in calls]
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(first, 1e-7))) for [first] in times]

@@ -49,7 +49,7 @@ FREE = (
 )
 """Settings that may differ when a rollout is continued, because they change samples by rounding at most."""
 FREE_IN_FAST_MODE = ("rollout.slots", "rollout.workers.", "rollout.ray.", "rollout.prompts_per_step")
-"""Prefixes of further settings that may differ unless `rollout.mode` is `exact`, because only rounding changes."""
+"""Prefixes of further settings that may differ if `rollout.mode` is `fast`, where they change only rounding."""
 
 
 def rollout(
@@ -327,7 +327,7 @@ class PromptShard:
 def rollout_identity(
     settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
 ) -> Identity:
-    """Returns by name everything that determines the samples. Starts the devices if they have not been started."""
+    """Returns everything that determines the samples, by name. Starts the devices if they have not been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)

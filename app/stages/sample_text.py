@@ -105,7 +105,7 @@ class SampleEncoder:
         """Checks that a completion's ids and text match; checks nothing if one is missing or there is no tokenizer.
 
         Raises:
-            InputError: the text differs from the decoded ids, and its own ids differ from them.
+            InputError: the text neither equals the decoded ids nor is encoded as the ids.
         """
         match record:
             # With several turns, the text is the last one's.

@@ -65,7 +65,7 @@ MAX_SAMPLE_TOKENS = 128
 
 
 class SavedNetworks(Protocol):
-    """The methods of `PolicyCheckpoint` that scoring calls, so that this module does not import its packages."""
+    """The methods of `PolicyCheckpoint` that scoring calls; a protocol avoids importing Orbax without a checkpoint."""
 
     def describe(self) -> str: ...
     def check_compatible(self, model: ModelSpec, *, needs_tokenizer: bool) -> None: ...

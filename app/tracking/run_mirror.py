@@ -27,7 +27,7 @@ RENEW_S, LEASE_S = 10.0, 30.0
 FINISH_S, STOP_S = 600.0, 25.0
 """Maximum seconds to wait for the copy at the end of a finished run, and of a run that a signal or error ended."""
 MAX_DELAY_S = 60.0
-"""Maximum seconds after which a failed write is tried again."""
+"""Maximum seconds before a failed write is tried again."""
 GROWTH_BYTES_PER_S = 1 << 20
 """Maximum average upload rate of a file that keeps changing: each upload sends it whole, so large files wait longer."""
 LEFT_OUT = frozenset({".lock", FETCHED, "checkpoints", "wandb"})

@@ -51,7 +51,7 @@ class StepGroups:
     kept, makes the same choice, and exchanges groups so that each host gets an equal part.
 
     If a prompt occurs twice in a step, at the end of the data, its second group is dropped: random numbers are keyed by
-    prompt and step, so the samples would be equal. (Asynchronous rollouts follow the same rule, though theirs differ.)
+    prompt and step, so the samples would be equal. (The rule also applies to asynchronous rollouts, where they differ.)
 
     Args:
         num_groups: number of groups per host, both in a round and in a step.

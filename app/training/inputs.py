@@ -53,7 +53,7 @@ CHANGEABLE_FINGERPRINTS = {
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
-"""Maps a fingerprint that a resumed run may change to settings; `--allow-changed` with any of them allows the change.
+"""Settings by fingerprint: `--allow-changed` with any of them lets a resumed run change the fingerprint.
 
 The fingerprints of policy and critic must not change, because their arrays come from the checkpoint.
 """
@@ -159,7 +159,7 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
 
 
 def _open_start(settings: Settings, model: ModelSpec, checkpoint: Path | None) -> PolicyCheckpoint | None:
-    """Opens the checkpoint of --checkpoint; raises InputError if it is this run's own or does not fit the model."""
+    """Opens the checkpoint of --checkpoint; raises InputError if it belongs to this run or does not fit the model."""
     if checkpoint is None:
         return None
     start, own = PolicyCheckpoint.open(checkpoint), RunDirectory.from_settings(settings.run)
