@@ -90,7 +90,7 @@ def game(rng: np.random.Generator) -> list[str]:
 
 
 def to_sample(tokenizer: PreTrainedTokenizerFast, question: str, parts: Sequence[str]) -> Sample:
-    """Encodes a conversation; `parts` alternate between the policy's turns, which alone are in the loss, and replies."""
+    """Encodes a conversation: in `parts`, turns of the policy, which alone are in the loss, and replies alternate."""
     chat = [{"role": "user", "content": question}]
     prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     pieces = [tokenizer.encode(f"{part}{'<|assistant|>' if i % 2 else END}") for i, part in enumerate(parts)]

@@ -70,7 +70,7 @@ def take_run_directory(
 
 
 def _check_other_hosts(own: RunDirectory | None, run: RunDirectory) -> None:
-    """Raises InputError on all hosts if a host that does not see the run directory of process 0 has own checkpoints."""
+    """Raises InputError on all hosts if a host that does not see the run directory has its own checkpoints."""
     with error_barrier():
         if own is not None and own.has_checkpoint:
             raise InputError(

@@ -87,10 +87,10 @@ def prepare_run(
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
-    For `compiles` see `initialize_distributed`, for `writes` see `take_run_directory`, for the others `train`.
+    `compiles` is explained in `initialize_distributed`, `writes` in `take_run_directory`, the rest in `train`.
 
     Raises:
-        InputError: an input cannot be used on any of the hosts, or the inputs of the hosts differ.
+        InputError: an input cannot be used on one of the hosts, or the inputs of the hosts differ.
     """
     with ExitStack() as stack:
         jax_startup.initialize_distributed(resolved.settings.mesh, compiles=compiles)
@@ -145,7 +145,7 @@ def prepare_run(
 
 
 def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
-    """Raises InputError if verl's name of `algorithm.mini_batch_prompts` is used on several hosts."""
+    """Raises InputError if `algorithm.mini_batch_prompts` is set by its name in verl on several hosts."""
     field = "algorithm.mini_batch_prompts"
     alias, count = resolved.aliases.get(field), resolved.settings.algorithm.mini_batch_prompts
     if alias is not None and count is not None and num_hosts > 1:

@@ -124,7 +124,7 @@ class StepLoop:
         self._check_early_stopping()
 
     def _step(self, step: int) -> None:
-        """Runs one step. Raises StoppedError on all hosts if a stop interrupts it or was requested by its end."""
+        """Runs one step. Raises StoppedError on all hosts if the step is interrupted or the run must stop after it."""
         self.setup.watchdog.step = step
         self.profiler.start(step)
         timer = StepTimer(self.reporter.display)
@@ -183,10 +183,7 @@ class StepLoop:
         return decision
 
     def _carried_progress(self) -> dict[str, Any]:
-        """Returns the fields of the progress that each step changes, other than step, position and evaluations.
-
-        All hosts must call it together.
-        """
+        """Returns KL coefficient, lengths and pass rates for the progress. All hosts must call it together."""
         lengths, curriculum = self.trainer.session.share_lengths(), self.trainer.source.curriculum
         return {
             "kl_coef": self.state.kl_coef,
@@ -204,7 +201,7 @@ class StepLoop:
         return {**record, **evaluation}
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """Runs an evaluation, reports it as that of `step`, and returns its metrics."""
+        """Runs the evaluation after `step`, reports it and returns its metrics."""
         start = time.perf_counter()
         session, display, prompts = self.trainer.session, self.reporter.display, self.setup.inputs.eval_prompts
         display.set_phase("evaluate")
@@ -227,10 +224,7 @@ class StepLoop:
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 
     def _look_for_ends(self, samples: Sequence[Sample]) -> None:
-        """Warns once if the first samples seem to end with a token that is not an EOS token.
-
-        All hosts must call it together.
-        """
+        """Warns once if samples seem to end with a token that is no EOS token. All hosts must call it together."""
         if self.has_looked_for_ends:
             return
         self.has_looked_for_ends = True

@@ -83,7 +83,7 @@ class Trial:
 
 
 def started(folder: Path, name: str, heartbeat_s: int, *, separate: bool) -> list[subprocess.Popen[bytes]]:
-    """Starts both hosts of a run, or resumes the run; with `separate`, only process 0 sees its folder."""
+    """Starts or resumes a run on both hosts; with `separate`, only process 0 sees its folder."""
     shared = (*SETTINGS, f"run.dir={folder / 'runs'}", f"run.name={name}", "mesh.num_processes=2")
     mesh = (f"mesh.coordinator_address={free_address()}", "mesh.cpu_devices=2")
     program = f"from app.distributed import shutdown; shutdown.HEARTBEAT_S = {heartbeat_s}; import cli; cli.main()"

@@ -60,7 +60,7 @@ def _multiplications(one: Instruction, left: ArrayShape, right: ArrayShape) -> i
 
 
 def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
-    """Returns the window of a convolution in each spatial dim. XLA expresses batch dims of matmuls as spatial dims."""
+    """Returns the window of a convolution in each spatial dim; XLA writes batch dims of matmuls as spatial dims."""
 
     def each(name: str, default: int) -> list[int]:
         listed = one.attribute(rf"window=\{{[^}}]*\b{name}=([\dx]+)")

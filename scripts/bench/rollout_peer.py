@@ -1,4 +1,4 @@
-"""Compares the speed of our rollout and of transformers' `generate` on equal prompts, lengths and precision.
+"""Compares the speed of grpo's rollouts and transformers' `generate` on equal prompts, lengths and precision.
 
     python scripts/bench/rollout_peer.py --model MODEL [--samples 32] [--rows 16] [--tokens 64] [--repeats 1]
         [--dtype float32] [--no-workers] [--llama-python PYTHON --gguf FILE]

@@ -1,4 +1,4 @@
-"""Compares our gradients with those of Tunix on one TPU slice: estimated time and HBM per completion token.
+"""Compares the gradient programs of grpo and Tunix on one TPU slice: estimated time and HBM per completion token.
 
     python scripts/bench/tpu_compile.py [--tunix-python PYTHON] [--only NAME ...] [--keep DIRECTORY] [--out FILE.json]
 

@@ -8,9 +8,9 @@ prints the report of `grpo inspect-mesh --compile --json` with added times. `--h
 
 Times are for one call, **estimated by the compiler, never measured**:
 
-- Fusions take the cycles that the compiler states; Pallas kernels, their scheduled instructions times their grid steps,
-  or the time of their copies if that is longer; collectives, the bytes of a ring over the chip's links, without the
-  time that overlaps with other work; all other instructions, the bytes that they move.
+- A fusion takes the cycles that the compiler states. A Pallas kernel takes its scheduled instructions times its grid
+  steps, or the time of its copies if that is longer. A collective sends its bytes in a ring over the chip's links; time
+  that overlaps with other work does not count. All other instructions take the time of moving their bytes.
 - Rows are as full as the settings allow. Decoding is the time of one token of all rows at full length.
 - MFU is the fraction of the chip's peak FLOP/s that the model's FLOPs use: matmuls of each token and visible pairs of
   attention, without recomputation.
