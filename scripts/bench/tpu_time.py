@@ -91,7 +91,7 @@ def time_report(config: str | None, changes: list[str], hlo: Path | None = None)
     device = step.session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind)
     if chip is None:
-        raise InputError(f"times are estimated for TPUs, not for {device.device_kind}; set mesh.pretend, such as v5e-8")
+        raise InputError(f"mesh.pretend: only TPUs have time estimates, not {device.device_kind}; set it to v5e-8")
     timed = TimedPrograms(step, chip, hlo)
     report = build_mesh_inspection(step, compiles=True, on_program=timed.add)
     programs = [{**asdict(one), **times} for one, times in zip(report.programs, timed.times, strict=True)]

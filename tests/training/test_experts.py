@@ -136,7 +136,7 @@ def test_settings_that_cannot_record_routes_are_refused(tiny_model: Path, tmp_pa
     many = write_model(tmp_path / "model", **MIXTURE | {"num_experts": 256, "moe_intermediate_size": 2})
     for model, message in (
         (tiny_model, "rollout.routing_replay: true records the experts of each token, but .* is a dense model"),
-        (many, "rollout.routing_replay: .* is a mixture of 256 experts, but a byte can record only 255; set it to"),
+        (many, "rollout.routing_replay: .* is a mixture of 256 experts, but a byte can record only 255; set rollout"),
     ):
         result = here("train", *of_tiny(model), *settings(REPLAYED, f"run.dir={tmp_path / 'runs'}"))
         assert_refused(result, message, tmp_path / "runs")
