@@ -48,7 +48,7 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
         raise InputError(
             f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')} of mesh.shape, "
             f"{per_host} on each host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host "
-            f"generates whole rows; set rollout.mesh to tp={fitting} or to auto"
+            f"generates whole rows; omit dp and set tp={fitting}, or set rollout.mesh to auto"
         )
     for name, size in split.items():
         if size % tp:
