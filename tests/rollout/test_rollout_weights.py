@@ -158,7 +158,7 @@ def test_an_explicit_rollout_mesh_is_used_or_refused() -> None:
         mesh = chosen(f"rollout.mesh={value}")[0]
         assert mesh == Mesh(np.asarray(jax.devices()).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
     for value, reason in [
-        ("tp=3", r"'tp=3' does not divide the 8 devices of mesh.shape, 8 on each .* set tp=2 or 4"),
+        ("tp=3", r"'tp=3' does not divide the 8 devices of mesh.shape, 8 on each .* set tp=2 or 4, or"),
         ("dp=4,tp=4", r"dp x tp must be 8, .* omit dp and set tp=4, or"),
         ("tp=8", r"'tp=8' does not divide the 28 query heads .*; set tp to 4, "),
         ("tp=0", "expected `auto`, `training`, or sizes"),
