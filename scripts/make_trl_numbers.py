@@ -273,8 +273,6 @@ def _batch(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Table:
-    """A model whose only parameters are the logits that it returns."""
-
     training = True
 
     def __init__(self, logits: Any):

@@ -235,7 +235,6 @@ TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = Mappi
 
 
 def _make_gamma(settings: Settings) -> DiscountFn:
-    """Returns the function that gives each token of a sample its discount factor."""
     gamma, turn_discount = settings.algorithm.gamma, settings.env.turn_discount
     if turn_discount == 1:
         return partial(fixed_discount, discount=gamma)
@@ -243,7 +242,6 @@ def _make_gamma(settings: Settings) -> DiscountFn:
 
 
 def _make_lam(algorithm: AlgorithmSettings) -> DiscountFn:
-    """Returns the function that gives each token of a sample its GAE lambda."""
     alpha = algorithm.length_adaptive_lam
     if alpha is None:
         return partial(fixed_discount, discount=algorithm.lam)

@@ -175,7 +175,6 @@ def _open_ray_workers(
 
 
 def _worker_names(settings: Settings) -> list[tuple[WorkerKind, str]]:
-    """Returns (kind, name) of each worker of a host, the fast workers first."""
     return [(kind, f"{kind}-{i}") for kind in KINDS for i in range(getattr(settings.rollout.workers, kind).count)]
 
 

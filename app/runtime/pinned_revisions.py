@@ -55,7 +55,6 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
 
 
 def _read_pins(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the path and the commit of each model in the file, by section of the settings."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -120,5 +120,4 @@ def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], t
 
 
 def _values(tried: RewardedSamples) -> dict[str, set[float | None]]:
-    """Returns the distinct rewards that each reward function gave."""
     return {name: {(one.rewards or {}).get(name) for one in tried.samples} for name in tried.function_counts}

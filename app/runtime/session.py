@@ -155,11 +155,9 @@ class Session:
         return self.continuous_batching or self.generator
 
     def compile_rollout(self) -> None:
-        """Compiles all programs that rollouts run."""
         self.generator.compile(sampling_rules(self.settings))
 
     def compile_evaluation(self) -> None:
-        """Compiles all programs that evaluations run."""
         self.evaluation_generator.compile(eval_sampling_rules(self.settings))
 
     @property

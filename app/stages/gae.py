@@ -112,7 +112,6 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
 
 
 def is_npz(path: Path) -> bool:
-    """Returns whether a file's name ends in .npz, the format of matrices."""
     return path.suffix.lower() == NPZ_SUFFIX
 
 

@@ -354,7 +354,6 @@ def rollout_identity(
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted setting name, value) for every setting in a section."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}", inner)

@@ -173,7 +173,6 @@ def _reward_counts_here(scored: RewardedSamples) -> dict[str, float]:
 
 
 def _reward_means(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float | None]:
-    """Returns the mean of each reward over the samples that have it; None if no sample has it."""
     kept = [s for s in samples if s.reward is not None]
     values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in names}
     columns = {f"reward/{name}/mean": column for name, column in values.items()}

@@ -220,7 +220,6 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
 
 
 def _fetch_once(bucket: Bucket, run: RunDirectory, steps: Collection[int] | None) -> str:
-    """Makes one attempt of `fetch_run`; raises ObjectGoneError if the run deletes an object meanwhile."""
     sessions, metrics = run.sessions_path.name, run.metrics_path.name
     with bucket.explain_failure("read"):
         sizes = bucket.sizes()

@@ -59,7 +59,6 @@ def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: 
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """Formats the metrics of an evaluation as one line."""
     by_plug_in = accuracy_is_plug_in_mean([metrics])
 
     def shown(name: str) -> str:

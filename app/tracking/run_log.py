@@ -41,7 +41,6 @@ WANDB_SECTIONS = (
 
 
 def _read_metrics_lines(path: Path, *, last_step: int) -> list[tuple[bytes, dict[str, Any]]]:
-    """Returns (line, parsed object) for each valid line of `metrics.jsonl` up to a step."""
     content = path.read_bytes() if path.exists() else b""
     kept = []
     for line in content.splitlines(keepends=True):

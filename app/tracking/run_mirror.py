@@ -317,7 +317,6 @@ class RunMirror:
         self._begun.remove(step)
 
     def _take_lease(self) -> None:
-        """Takes the lease, after an existing lease has been released or has expired."""
         is_expired = check_lease(self._bucket) is not None
         with self._bucket.explain_failure("written"):
             with suppress(FileExistsError):

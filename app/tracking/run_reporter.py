@@ -150,7 +150,6 @@ def _written_text(sample: Sample) -> str:
 
 
 def _prompt_text(source: str | Messages) -> str:
-    """Returns the text of a prompt; of a chat, only the last message."""
     if isinstance(source, str):
         return source
     return message_text(source[-1]) if source and isinstance(source[-1], dict) else ""

@@ -28,7 +28,6 @@ REWARD_TOLERANCE = 1e-9
 
 
 def keeps_all(group: Sequence[Sample]) -> bool:
-    """The filter that keeps every group."""
     return True
 
 

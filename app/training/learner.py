@@ -123,7 +123,6 @@ class LearnerGroup:
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     def new_groups(self) -> StepGroups:
-        """Returns an empty collection of groups for a step."""
         num_groups = self.session.settings.rollout.prompts_per_step
         return StepGroups(group_filter=self.group_filter, num_groups=num_groups, max_rounds=self.max_rounds)
 

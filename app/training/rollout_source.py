@@ -176,7 +176,6 @@ class AsyncRolloutSource(GeneratedRounds):
         self._submit_rounds(self._generation, self._max_staleness + 1, needed=self._needed_after(step))
 
     def _needed_after(self, step: int) -> int:
-        """Returns the maximum number of rounds that later steps can take."""
         return (self._session.settings.run.steps - step) * self._max_rounds
 
     def _submit_rounds(self, generation: AsyncRollout, max_pending: int, *, needed: int) -> None:

@@ -201,7 +201,6 @@ class StepLoop:
         return {**record, **evaluation}
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """Runs the evaluation after `step`, reports it and returns its metrics."""
         start = time.perf_counter()
         session, display, prompts = self.trainer.session, self.reporter.display, self.setup.inputs.eval_prompts
         display.set_phase("evaluate")
@@ -247,7 +246,6 @@ class StepLoop:
 
 
 def _stop_message(progress: TrainProgress, steps: int, requesting_hosts: Sequence[int]) -> str:
-    """Returns the line that a stopped run prints last."""
     text = f"stopped after step {progress.step} of {steps}, which is saved; --resume auto continues"
     if progress.unevaluated is not None:
         text += ", with the evaluation of that step"

@@ -67,7 +67,6 @@ class RewardStage:
 
 
 def model_passes(rounds: Sequence[RewardedRound]) -> list[RewardPass]:
-    """Returns the reward model's passes in these rounds; empty without a reward model."""
     return [one.model_pass for one in rounds if one.model_pass is not None]
 
 
@@ -118,7 +117,6 @@ class ScoreStage:
         return samples, metrics
 
     def _params_for_role(self, role: ScoredRole, state: RunState) -> Params:
-        """Returns the weights of a role's network, in device memory."""
         if role == "reference":
             return to_device_memory(self.reference_params)
         if role == "policy":

@@ -125,7 +125,6 @@ def compiled(preset: str) -> dict[str, Any]:
 
 
 def _known(figures: dict[str, Any]) -> dict[str, Any]:
-    """Drops figures that are None: only TPUs have time estimates, and only mixtures of experts have expert FLOPs."""
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

@@ -82,7 +82,6 @@ class Peer:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """Generates the samples in left-padded batches, and returns the seconds that this took."""
         start = time.perf_counter()
         for first in range(0, len(lengths), self._num_rows):
             self._batch(prompts[first : first + self._num_rows], lengths[first : first + self._num_rows])
@@ -120,7 +119,6 @@ class LlamaCpp:
         self._process = subprocess.Popen(command, text=True, **pipes)
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """Generates the samples, and returns the seconds that this took."""
         assert self._process.stdin is not None and self._process.stdout is not None
         work = {"prompts": [prompt.token_ids.tolist() for prompt in prompts], "lengths": list(map(int, lengths))}
         print(json.dumps(work), file=self._process.stdin, flush=True)
