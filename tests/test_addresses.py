@@ -1,5 +1,6 @@
 """Tests the paths in options: runs in buckets are fetched, and a single host does not wait for the hosts of a run."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 import grpo
 from app.records.run_directory import RunDirectory, lock_run_directory
-from app.tracking.bucket import Bucket
+from app.tracking.bucket import BEST, Bucket
 from app.tracking.run_mirror import RunMirror
 from settings.errors import InputError
 from tests.program import here, settings, succeeded
@@ -109,18 +110,20 @@ def refused(folder: Path, *arguments: str, message: str) -> None:
 @pytest.mark.usefixtures("bucket", "in_folder")
 def test_a_run_in_a_bucket_is_fetched_if_an_option_names_it(finished: Path, tmp_path: Path) -> None:
     address, copy = f"{PLACE}/{tmp_path.name}", Path("runs/gs/bucket/place") / tmp_path.name
-    with RunMirror(RunDirectory(finished), Bucket(address)) as mirror:
+    run = Path(shutil.copytree(finished, tmp_path / "tiny", symlinks=True))
+    with RunMirror(RunDirectory(run), Bucket(address)) as mirror:
         mirror.start()
+    assert Bucket(address).read(BEST) == os.readlink(run / BEST).encode()
     names = "eval/step_000000.jsonl", "eval/step_000004.jsonl"
-    of_files = succeeded(here("evaluate", "--compare", *(finished / name for name in names)))
+    of_files = succeeded(here("evaluate", "--compare", *(run / name for name in names)))
     result = succeeded(here("evaluate", "--compare", *(f"{address}/{name}" for name in names)))
-    assert result.stdout.replace(str(copy), str(finished)) == of_files.stdout
+    assert result.stdout.replace(str(copy), str(run)) == of_files.stdout
     assert f"note: --compare: fetched from {address}: all but its checkpoints\n" in result.stderr
     for step in ("", "/checkpoints/4", "/checkpoints/best"):
         result = succeeded(here("export", "--checkpoint", f"{address}{step}", "--out", f"model{len(step)}"))
         assert (f"note: --checkpoint: fetched from {address}: step 4" in result.stderr) == (not step)
-    assert (copy / "checkpoints" / "best").resolve().name == (finished / "checkpoints" / "best").resolve().name
-    table, expected = (succeeded(here("evaluate", "--checkpoint", run)).stdout for run in (address, finished))
+    assert (copy / BEST).resolve().name == (run / BEST).resolve().name
+    table, expected = (succeeded(here("evaluate", "--checkpoint", one)).stdout for one in (address, run))
     assert table.splitlines()[:-1] == expected.splitlines()[:-1]
     succeeded(here("report", address))
     assert "runs/gs/bucket" in (copy / "report.html").read_text()
