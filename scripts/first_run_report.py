@@ -58,7 +58,7 @@ def _read(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """Returns the JSON object in a file; empty if the command has not printed an object."""
+    """Returns the JSON object in the output of a command; empty if the file has none."""
     text = _read(path)
     return json.loads(text) if text.startswith("{") else {}
 

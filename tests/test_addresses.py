@@ -53,7 +53,6 @@ def test_run_dir_must_be_a_folder_or_an_address_in_a_bucket(place: str, in_folde
         ("rollout", "--limit", "1", "--out", ELSEWHERE),
         ("rollout", "--out", "here.jsonl", "--timeline", ELSEWHERE),
         ("score", "--input", "here.jsonl", "--out", ELSEWHERE),
-        ("score", "--out", "there.jsonl", "--input", "https://host/samples.jsonl"),
         ("gae", "--input", "here.jsonl", "--out", ELSEWHERE),
         ("gae", "--bench", "--shapes", "2x8", "--out", PLACE),
         ("evaluate", "--out", ELSEWHERE),
@@ -66,6 +65,13 @@ def test_options_for_local_files_reject_bucket_addresses(
     arguments: tuple[str, ...], in_folder: None, tmp_path: Path
 ) -> None:
     refused(tmp_path, *arguments, message=f"error: {arguments[-2]}: {NO_ADDRESS}")
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_an_option_that_accepts_buckets_rejects_other_addresses(tmp_path: Path) -> None:
+    address = "https://host/samples.jsonl"
+    expected = f"error: --input: expected a local path, or a run at gs:// or s3://, got {address}\n"
+    refused(tmp_path, "score", "--out", "there.jsonl", "--input", address, message=expected)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +101,7 @@ def test_error_says_that_a_bucket_address_contains_no_run(
     arguments: tuple[str, ...], in_folder: None, tmp_path: Path
 ) -> None:
     option = "RUN_DIR" if arguments[0] == "report" else next(word for word in arguments[::-1] if word[:2] == "--")
-    expected = f"error: {option}: there is no run at {arguments[-1]}; correct the address, or "
+    expected = f"error: {option}: there is no run at {arguments[-1]}, and only runs are fetched; "
     refused(tmp_path, *arguments, message=expected)
 
 
@@ -136,7 +142,7 @@ def test_a_run_in_a_bucket_is_fetched_if_an_option_names_it(finished: Path, tmp_
 
 @pytest.mark.usefixtures("bucket", "in_folder")
 def test_python_functions_accept_the_same_addresses_as_commands() -> None:
-    with pytest.raises(InputError, match=r"^checkpoint: there is no run at gs://bucket/place; "):
+    with pytest.raises(InputError, match=r"^checkpoint: there is no run at gs://bucket/place, and "):
         grpo.evaluate(checkpoint=PLACE)
     with pytest.raises(InputError, match=r"^out: expected a local path or a name, not an address"):
         grpo.rollout(limit=1, out=ELSEWHERE)

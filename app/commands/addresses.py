@@ -187,8 +187,10 @@ def _address_in(value: Any) -> str | None:
 def _fetch(option: str, address: str) -> Path:
     from app.tracking.bucket import EXTRAS, Bucket, fetch_run
 
-    if option in OUTPUTS or address.partition("://")[0] not in EXTRAS:
+    if option in OUTPUTS:
         raise InputError(f"{option}: {NO_ADDRESS}, got {address}")
+    if address.partition("://")[0] not in EXTRAS:
+        raise InputError(f"{option}: expected a local path, or a run at gs:// or s3://, got {address}")
     # The run, or a path one or two levels below it: `<run>/checkpoints/<step>`.
     for depth in range(min(3, address.count("/") - 2)):
         bucket = Bucket(address.rsplit("/", depth)[0], option=option)
@@ -204,5 +206,5 @@ def _fetch(option: str, address: str) -> Path:
                     print_notices([f"{option}: {line}"])
             return local_folder(address)
     raise InputError(
-        f"{option}: there is no run at {address}; correct the address, or, since only runs are fetched, {COPYING}"
+        f"{option}: there is no run at {address}, and only runs are fetched; correct the address, or {COPYING}"
     )

@@ -231,7 +231,7 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
 
 
 def _settings_table(settings: Mapping[str, Any], run: RunFiles | None) -> str:
-    """Returns a table of the key settings and all settings changed from their defaults."""
+    """Returns a table of the key settings and of those that the user changed, except private and derived ones."""
     chosen = {setting.name for setting in run.non_default_settings() if setting.origin != "derived"} if run else set()
     rows = [
         (f"`{name}`", f"`{json.dumps(_without_directories(value), ensure_ascii=False)}`")

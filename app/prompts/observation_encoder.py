@@ -122,9 +122,10 @@ class ObservationEncoder:
         try:
             self._check_role("tool")
         except InputError as error:
+            reason = str(error).partition("; ")[0]
             raise InputError(
-                f"the model's chat template has no role for tool results ({error}); use a model whose template "
-                "has one, or an environment (env.source) that answers with user messages"
+                f"env.tools: the model's chat template has no role for tool results ({reason}); use a model whose "
+                "template has one, or an environment (env.source) that answers with user messages"
             ) from error
 
     def _check_observations(self, role: str) -> None:
@@ -135,11 +136,15 @@ class ObservationEncoder:
         """
         text, plain = self._render([{"role": role, "content": PROBE}])
         if PROBE not in text:
-            raise InputError(f"the chat template leaves out messages with role {role}; use another template")
+            raise InputError(
+                f"the model's chat template leaves out messages with role {role}; use a model whose template shows "
+                "them, or an environment (env.source) without them"
+            )
         special = self._tokenizer.special_ids
         spelled = "".join(self._tokenizer.decode_with_special_tokens([token_id]) for token_id in sorted(special))
         _, ids = self._render([{"role": role, "content": PROBE + spelled}])
         if len(special.intersection(ids)) != len(special.intersection(plain)):
             raise InputError(
-                f"the chat template turns the text of {role} messages into control tokens; use another template"
+                f"the model's chat template turns the text of {role} messages into control tokens; use a model with "
+                "another template"
             )

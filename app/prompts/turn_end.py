@@ -25,7 +25,7 @@ def render_turn(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tup
     """
     start, mark, end = tokenizer.template.text(DUMMY, tools, add_generation_prompt=False).rpartition(MARK)
     if not mark:
-        raise InputError("the chat template leaves out the assistant's text; use another template")
+        raise InputError("the model's chat template leaves out the assistant's text; use another model")
     return start + mark, end
 
 

@@ -20,7 +20,7 @@ MAX_REPEATED_CHARS = 256
 
 
 def share_rows(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yields the records of one file, with `row_of` in place of long fields that an earlier record has."""
+    """Yields the records of one file, with `row_of` in place of long fields that equal an earlier record's."""
     holders: dict[str, tuple[str, dict[str, Any], list[str]]] = {}
     for record in records:
         uid, row = str(record.get("uid")), {name: record[name] for name in ROW_FIELDS if name in record}

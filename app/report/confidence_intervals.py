@@ -64,7 +64,7 @@ def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: i
 
 
 def mean_interval(values: Float64[np.ndarray, "P"]) -> Interval | None:
-    """Returns Student's interval of the mean over prompts with one value each; None for one prompt or equal values.
+    """Returns Student's t interval of the mean over prompts with one value each; None for one prompt or equal values.
 
     The interval is m +- t s / sqrt(P), with s^2 the variance (ddof = 1) and t Student's 97.5 % quantile for P - 1
     degrees of freedom.

@@ -36,7 +36,8 @@ def check_rewards(scored: RewardedSamples) -> None:
     if num_kept == 0 and scored.samples and all(s.finish_reason == FINISH_NON_FINITE for s in scored.samples):
         raise RuntimeError(
             f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights contain NaN or "
-            "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"
+            "infinity, or overflow: lower optimizer.learning_rate, set model.dtype=float32, or choose another "
+            "model.path"
         )
     if num_kept == 0:
         raise RewardError(
@@ -66,5 +67,5 @@ def stop_if_diverged(metrics: Mapping[str, float | None]) -> None:
         if in_a_row >= MAX_NONFINITE_STEPS:
             raise RuntimeError(
                 f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; they did not "
-                f"change the weights. Lower {section}.learning_rate, or train in float32"
+                f"change the weights. Lower {section}.learning_rate, or set model.dtype=float32"
             )

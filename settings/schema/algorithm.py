@@ -45,8 +45,8 @@ class AlgorithmSettings(Section):
     corrected for off-policy samples. `path/to/file.py:function` or `module:function` is a plug-in that returns one
     number per sample or per token. If null, it follows from `algorithm.name`."""
     reward_normalization: Literal["sum_first", "each_first"] = "sum_first"
-    """How estimators that compare samples of a prompt combine several rewards. `sum_first` compares the weighted sums
-    of a sample's rewards. `each_first` (GDPO) compares the values of each reward function, then sums the weighted
+    """How estimators that compare samples of a prompt combine several rewards. `sum_first` compares the samples'
+    weighted sums of rewards. `each_first` (GDPO) compares the values of each reward function, then sums the weighted
     advantages and divides them by their standard deviation over the step, so that a reward with a high variance does
     not drown the others."""
     ratio_level: Literal["token", "sequence"] | None = None
@@ -207,7 +207,7 @@ class CriticSettings(Section):
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Maximum number of tokens of a critic's micro-batch on each device; setting it selects dynamic micro-batches. It
     can exceed `algorithm.max_tokens_per_device`, because the critic has no logits; lower it if memory runs out. If
-    neither this nor `critic.rows_per_device` is set, both are inherited from `algorithm`."""
+    neither this nor `critic.rows_per_device` is set, `algorithm` decides whether micro-batches are dynamic or fixed."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Number of samples of a critic's fixed micro-batch on each device; setting it selects fixed micro-batches. If
     null, it is `algorithm.rows_per_device`."""

@@ -63,7 +63,7 @@ def test_micro_batching_follows_the_latest_layer_or_is_inherited(text, overrides
     assert f"{quota} {rows}" == expected
 
 
-def test_score_strategy_defaults_to_loop_and_off_ignores_fixed_rows() -> None:
+def test_the_last_of_score_strategy_and_fixed_rows_decides() -> None:
     for text, override, expected in (
         ("score: {strategy: off}", "score.rows_per_device=3", ("loop", "derived")),
         ("score: {rows_per_device: 3}", "score.strategy=off", ("off", "set")),

@@ -173,7 +173,7 @@ def test_a_continued_rollout_generates_only_missing_samples_in_rounds_of_any_siz
         out.unlink()
 
 
-def test_a_part_file_is_written_per_sample_and_locked(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_part_file_is_locked_and_each_sample_is_written_at_once(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl.part"
     with PartFile(path, header="{}") as part:
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))

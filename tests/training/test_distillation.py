@@ -156,7 +156,7 @@ def test_a_reward_adds_its_advantage_to_the_kl_of_each_token(distilled: Path, te
 
 
 @pytest.mark.parametrize("more", [("model.lora.rank=2",), ("score.reference.offload=true", "mesh.shape='1,4,2'")])
-def test_a_teacher_remains_a_separate_model_beside_adapters_or_offload(
+def test_a_teacher_remains_a_separate_model_with_adapters_or_offloading(
     distilled: Path, teacher: Path, config: Path, more: tuple[str, ...]
 ) -> None:
     chosen = ("reward.functions=[]", *more, f"reference.path={teacher}", "run.steps=1", *program.UNJUDGED)

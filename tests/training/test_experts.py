@@ -83,7 +83,9 @@ def set_routes(record: dict[str, Any], routes: np.ndarray) -> None:
 
 
 @pytest.mark.slow
-def test_routes_are_recorded_and_replayed_by_a_run_and_by_its_replay(mixture: Path, tmp_path: Path) -> None:
+def test_training_uses_the_sampled_routes_in_a_run_and_in_a_run_on_its_saved_samples(
+    mixture: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, TINY + NO_REPORT, mixture)
     succeeded(train_here(config, *HOW, REPLAYED, "run.steps=2", "eval.every_steps=0"))
     run = tmp_path / "runs" / "tiny"

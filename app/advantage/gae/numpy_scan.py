@@ -92,10 +92,11 @@ class Sequences(NamedTuple):
 def _solve_masked(
     tokens: Sequences, written: Bool[np.ndarray, "N"] | None, mask_mode: str, solve: Callable[..., None]
 ) -> None:
-    """Solves sequences in which the tokens outside `written` are masked; the results of masked tokens stay 0.
+    """Solves the recurrence of sequences with masked tokens in a mask mode; the results of masked tokens are 0.
 
     Args:
-        solve: fills the output of its first argument, the sequences; the second selects tokens (None = all).
+        written: whether each token counts; the others are masked. None masks no token.
+        solve: takes sequences and which tokens to solve (None = all), and fills the output of the sequences.
     """
     if written is None or mask_mode == "skip":
         solve(tokens, written)

@@ -349,8 +349,8 @@ def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
     known = {FULL, SLIDING, "rope_theta", "rope_type"} if FULL in by_type else {FULL, SLIDING}
     if extra := sorted(set(by_type) - known):
         raise InputError(
-            f"config.json: rope_parameters of model_type={config['model_type']!r} has {extra[0]!r}; replace it "
-            f"with an object for {FULL!r} and one for {SLIDING!r}"
+            f"config.json: rope_parameters of model_type={config['model_type']!r} has {extra[0]!r}, expected "
+            f"only an object for {FULL!r} and one for {SLIDING!r}"
         )
     partial = {"partial_rotary_factor": config.get("partial_rotary_factor")}
     scaling = json_object(config, "rope_scaling")

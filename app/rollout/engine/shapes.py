@@ -164,7 +164,7 @@ def make_slot_shapes(
 
 
 def _length_buckets(largest: int, *, min_bucket: int) -> tuple[int, ...]:
-    """Returns a quarter, a half and all of `largest`, rounded up; fractions below `min_bucket` are left out."""
+    """Returns a quarter, a half and all of `largest` in multiples of 8, without fractions below `min_bucket`."""
     rounded = {-(-(largest // 2**i) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for i in range(NUM_BUCKETS)}
     full = max(rounded)
     return tuple(sorted(size for size in rounded if size == full or size >= min_bucket))

@@ -150,7 +150,7 @@ def test_an_unsupported_config_field_is_refused_by_name(field):
         ("gemma2", {"hidden_activation": "gelu"}, r"hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
         ("gemma2", {"hidden_act": "silu"}, r"hidden_act='silu' contradicts hidden_activation='gelu_pytorch_tanh'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping.*must be null"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, r"has 'rope_theta'; replace it with an object for"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, r"has 'rope_theta', expected only an object for"),
         ("gemma3_text", {"rope_parameters": {SLIDING: 3}}, r"sliding_attention must be an object, got 3"),
     ],
 )
