@@ -42,7 +42,7 @@ OPERATORS = both_ways(
 )
 EXTREMES = both_ways({"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all"})
 ROLES = both_ways({"policy": "reference", "prompt": "completion", "prompts": "completions", "fast": "heavy"})
-"""Maps a part of a name to its replacement in a fault, which the file must also use as a name."""
+"""Maps a part of a name to its replacement in a fault; the file must already contain the resulting name."""
 PLACE = ("package", "file", "line", "before", "after")
 
 

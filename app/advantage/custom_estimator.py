@@ -72,7 +72,7 @@ class CustomEstimator:
             raise InputError(f"{self.plug_in.source}: {trial}: {failure.kind}: {failure.text}; fix the function")
 
     def compute_outcomes(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> list[RewardOutcome]:
-        """Returns the advantage of each sample, or the failure of the call for its samples."""
+        """Returns, for each sample, its advantages or the failure of the call that included it."""
         rewarded = [replace(sample, reward=reward) for sample, reward in zip(samples, rewards.tolist(), strict=True)]
         try:
             return self.plug_in.compute_outcomes(rewarded, StepInfo())

@@ -14,7 +14,7 @@ EMPTY_SLOT = -1
 def assign_rows_in_order(
     num_rows: int, *, num_micro_batches: int, num_devices: int, rows_per_device: int
 ) -> list[list[int]]:
-    """Returns consecutive row indices for each micro-batch, device by device; their counts differ by at most 1."""
+    """Returns consecutive row indices for each micro-batch, device by device; numbers of rows differ by at most 1."""
     slots = num_devices * rows_per_device
     blocks = np.array_split(np.arange(num_rows), num_micro_batches)
     return [block.tolist() + [EMPTY_SLOT] * (slots - len(block)) for block in blocks]

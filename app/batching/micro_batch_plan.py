@@ -1,7 +1,7 @@
 """Plans micro-batches: assigns samples to rows. Uses only numpy: no JAX, settings or devices.
 
 A plan is for all devices of all hosts. Every host makes it from the same all-gathered lengths, with samples numbered
-host by host. Ties are broken by index: the same lengths always give the same plan.
+host by host. Ties go to the smaller index, so the same lengths always give the same plan.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ class TokenBudget:
 def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max_group_tokens: int = 0) -> int:
     """Returns the length of a full row: the token budget, halved while the half fits two of the longest samples.
 
-    The half must also fit the largest group, up to `MAX_SHARED_ROW_LENGTH`. Longer rows cost little (attention skips
-    invisible blocks) and have less padding; shorter rows balance better. If the longest sample still fits, the length
-    is rounded down to a multiple of 128.
+    The half must also fit the largest group, up to `MAX_SHARED_ROW_LENGTH`, and `MIN_ROW_LENGTH` tokens. Longer rows
+    cost little (attention skips invisible blocks) and have less padding; shorter rows balance better. If the longest
+    sample still fits, the length is rounded down to a multiple of 128.
 
     Args:
         max_group_tokens: largest possible number of tokens in a prompt and all its completions; 0 if unknown.

@@ -111,7 +111,7 @@ class SampleRouting:
         return list(chain.from_iterable(sent[host].tolist() for sent in self.numbers))
 
     def fetch(self, samples: Sequence[Sample], fields: Sequence[str]) -> list[Sample]:
-        """Returns the samples of this host's rows, by index; see `fetch_rows`."""
+        """Returns the samples of this host's rows, in ascending order of index; see `fetch_rows`."""
         own = dict(enumerate(samples, start=self.first_number))
 
         def columns(number: int) -> list[np.ndarray]:
@@ -156,7 +156,7 @@ class SampleRouting:
         sizes: Int64[np.ndarray, "N"],
         columns: Callable[[int], Iterable[Int32[np.ndarray, "n"]]],
     ) -> dict[int, Int32[np.ndarray, "n"]]:
-        """Sends arrays of known sizes to other hosts; returns the received arrays by sample index.
+        """Sends arrays of known sizes to other hosts; returns sample index -> received array.
 
         Args:
             numbers: indices of the samples that move, in the format of `self.numbers`.

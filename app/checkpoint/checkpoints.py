@@ -286,7 +286,7 @@ def check_fingerprints(
     """Raises InputError with the names of the fingerprints that have changed since the checkpoint was written.
 
     Args:
-        changeable: settings and sections by fingerprint, which may change if one of them is in `allowed`.
+        changeable: fingerprint -> settings and sections; it may change if one of these is in `allowed`.
         allowed: the settings and sections that the user allows to change.
     """
     ways = {name: changeable.get(name, ()) for name in different_names(saved, current)}

@@ -54,7 +54,7 @@ def sees_folder(folder: Path) -> tuple[bool, bool]:
 
 
 def all_hosts_have(folder: Path, patterns: Sequence[str]) -> bool:
-    """Returns whether each host has the matching files of process 0 in its `folder`; False if process 0 has none.
+    """Returns whether the matching files in `folder` are the same on all hosts; False if process 0 has none.
 
     All hosts must call it together.
     """

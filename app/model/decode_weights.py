@@ -168,9 +168,10 @@ def abstract_decode_weights(
 
 
 def transferred_bytes(definition: DecoderDefinition, training: Mesh, generating: Mesh, dtype: jnp.dtype) -> int:
-    """Returns the bytes that each device receives in a `DecodeConversion`; a lower bound if generation has a larger tp.
+    """Returns the bytes that each device receives in a `DecodeConversion`.
 
-    Weights are gathered on the training mesh, already in the compute dtype, and then moved to the generation mesh.
+    Weights are gathered on the training mesh, already in the compute dtype, and then moved to the generation mesh. The
+    result is a lower bound if tp is larger in generation than in training.
     """
     trained = abstract_decode_weights(definition, training, dtype, to_dims=lambda dims: dims)
     gathered, placed = (abstract_decode_weights(definition, mesh, dtype) for mesh in (training, generating))

@@ -137,9 +137,9 @@ def choose_experts(
     router: Float[Array, "E D"],
     recorded: UInt8[Array, "T k"] | None = None,
 ) -> tuple[Float[Array, "T k"], Int32[Array, "T k"], Int32[Array, "T k"]]:
-    """Returns each token's expert probabilities, in the dtype of `x`, the chosen experts, and the most likely experts.
+    """Returns, for each token, the chosen experts' probabilities in the dtype of `x`, these experts, and the likeliest.
 
-    The chosen experts are the recorded ones, or else the most likely ones. The softmax is over all experts, in float32;
+    The chosen experts are the recorded ones, or else the likeliest ones. The softmax is over all experts, in float32;
     in some families, the probabilities of the chosen experts are normalized to sum to 1.
     """
     logits = jnp.einsum("nd,ed->ne", *(a.astype(jnp.float32) for a in (x, router)), precision=jax.lax.Precision.HIGHEST)
@@ -170,7 +170,7 @@ def unpack_routes(words: Int32[np.ndarray, "*rows W"], shape: RouteShape) -> UIn
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def dispatch(x: Float[Array, "T D"], copies: int, places: ExpertDispatch) -> Float[Array, "M D"]:
-    """Returns copies of each row, sorted: y[m] = x[order[m] // copies]. Its gradient is `combine`."""
+    """Returns copies of each row, sorted by expert: y[m] = x[order[m] // copies]. Its gradient is `combine`."""
     return x[places.order // copies]
 
 

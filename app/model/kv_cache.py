@@ -2,7 +2,7 @@
 
 An int8 cache has one scale for the key and one for the value of each token and head. A scale maps the largest
 absolute value to the end of the range. The scales multiply scores and weights, so that matmuls read the codes.
-KIVI (Liu et al. 2024) has scales per channel for keys, because of outliers at 2 bits; these need many tokens at once.
+KIVI (Liu et al. 2024) has scales per channel for keys, because of outliers at 2 bits; it needs many tokens for a scale.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class LoRAConfig:
 
 
 def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
-    """Returns the leaves of a nested dict by key path."""
+    """Returns a nested dict as a flat dict from key path to leaf."""
     return dict(flatten_dict(tree))
 
 

@@ -51,7 +51,7 @@ class KernelQuantizer:
     """Logical dims of the scales, a subset of `dims`."""
 
     def sizes(self, kernel: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns the sizes of codes and of scales by logical dim; `kernel` are the kernel's sizes by dim."""
+        """Returns the sizes of codes and of scales, each as logical dim -> size, like the argument `kernel`."""
         codes, scales = ({dim: kernel[dim] for dim in dims} for dims in (self.dims, self.scale_dims))
         if self.quantization == "nf4":
             codes[TILED_DIM] //= 2
@@ -59,7 +59,7 @@ class KernelQuantizer:
         return codes, scales
 
     def quantize(self, kernel: Float[Array, "*dims"] | Float32[np.ndarray, "*dims"]) -> dict[str, Array]:
-        """Returns codes and scales by leaf name; the results do not depend on the mesh."""
+        """Returns codes and scales under their leaf names; the results do not depend on the mesh."""
         return _quantize(self, kernel)
 
     def dequantize(

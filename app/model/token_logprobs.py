@@ -77,7 +77,7 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class ShardedHead:
-    """Computes logprobs and entropies of targets, and gradients, by chunk; a static argument of compiled functions."""
+    """Computes logprobs, entropies and gradients chunk by chunk; a static argument of compiled functions."""
 
     chunk_size: int
     """Number of tokens of every row that pass through the head at once."""

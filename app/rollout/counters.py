@@ -25,7 +25,7 @@ class RolloutCounters:
     """Number of times that an answered row's cache was rebuilt, because other rows had taken its blocks or the
     observation was too long to be fed token by token."""
     row_steps: int = 0
-    """Rows times decode steps, including idle slots and forced tokens: an upper bound on the sampled tokens."""
+    """Rows times decode steps, including idle slots and forced tokens; never less than the number of sampled tokens."""
     generated_tokens: int = 0
 
     @classmethod

@@ -11,7 +11,7 @@ from app.rollout.sampling.token_sampling import SamplingRules
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """The samples to generate for each prompt: their number, maximum length, sampling rules and PRNG seed."""
+    """What to generate for each prompt: number of samples, maximum length, stop strings, sampling rules and seed."""
 
     rules: SamplingRules
     seed: int

@@ -49,7 +49,7 @@ class TrainState:
 
 
 def make_schedule(settings: OptimizerSettings, *, num_updates: int) -> optax.Schedule:
-    """Returns the learning rate as a function of applied updates: linear warm-up, then decay until the last update."""
+    """Returns a learning rate that warms up linearly with the applied updates, then stays constant or decays."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
     decay_steps = max(num_updates - warmup, 1)
     after = {
@@ -86,7 +86,7 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 
 
 def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns optax's `clip_by_global_norm`, but takes the norm as an argument: gradients may come in parts."""
+    """Returns a `clip_by_global_norm` that takes the norm as an argument, because gradients may come in parts."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params

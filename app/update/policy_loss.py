@@ -132,7 +132,7 @@ def cispo_surrogate(
 
 
 SURROGATES: Mapping[str, Callable[..., SurrogateOutput]] = {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
-"""Surrogates by `algorithm.clip`; `algorithm.dual_clip` adds a second clip."""
+"""Maps `algorithm.clip` to a surrogate; `algorithm.dual_clip` adds a second clip."""
 
 
 def _ratios(log_ratios: Float32[Array, "*tokens"]) -> Float32[Array, "*tokens"]:

@@ -91,7 +91,7 @@ def sequence_log_ratio(
 
 
 LOG_RATIOS: Mapping[str, LogRatioFn] = {"token": token_log_ratio, "sequence": sequence_log_ratio}
-"""Log ratios by `algorithm.ratio_level`."""
+"""Maps `algorithm.ratio_level` to the function for log ratios."""
 
 LOG_WEIGHT_LIMIT = 20.0
 """Log weights are clipped to +-20, so that products with the weights cannot overflow."""
@@ -122,7 +122,7 @@ LOG_WEIGHTS: Mapping[str, LogWeightFn] = {
     "sequence": sequence_log_weight,
     "geometric": geometric_log_weight,
 }
-"""Log weights by `algorithm.correction_level`."""
+"""Maps `algorithm.correction_level` to the function for log weights."""
 
 BoundFn = Callable[[Array], tuple[Array, Array]]
 """Weights -> bounded weights, and a mask of the weights that the bound changed."""

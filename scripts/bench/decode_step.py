@@ -1,4 +1,4 @@
-"""Compares the estimated time of a decode step with reading the weights and the filled KV cache once, without a TPU.
+"""Compares the estimated time of a decode step with the time to read the weights and the filled KV cache once.
 
     python scripts/bench/decode_step.py [--preset NAME] [--model NAME] [--set NAME=VALUE ...] [--new 512 8192]
         [--filled 1.0 0.5]

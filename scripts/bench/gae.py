@@ -107,7 +107,7 @@ def numpy_time_major(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def by_rows(solve: Solve, work: Workload) -> np.ndarray:
-    """Computes advantages by a baseline on one padded row per sample, and moves them to the rows of `work`."""
+    """Computes advantages with a baseline on one padded row per sample, and moves them to the rows of `work`."""
     if work.mask is None:
         return np.asarray(solve(work.rewards, work.values))
     lengths = work.mask.sum(axis=1) if work.ends is None else np.diff(np.flatnonzero(work.ends), prepend=-1)

@@ -2,10 +2,9 @@
 
     python scripts/bench/lora_memory.py [--shapes SmolLM2-135M,Qwen2.5-1.5B] [--rank 8] [--out FILE.json] [--set a.b=c]
 
-For each shape, on one device, the script reports the memory held throughout a step (weights, moments), the additional
-memory of an optimizer step (summed gradients, and arguments, outputs and temporaries of its two programs, compiled by
-the backend of this machine), and the size of a checkpoint. Ratios are relative to training all weights. No weights are
-loaded.
+For each shape, on one device, the script reports the number of trained parameters; the memory of weights, reference,
+moments and summed gradients; the size of a checkpoint; and the peak memory of an optimizer step, whose two programs are
+compiled by the backend of this machine. Ratios are relative to training all weights. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ RUN = (
 
 
 def measured(shape: str, overrides: list[str]) -> dict[str, int]:
-    """Returns the bytes that training under `overrides` needs, by kind of memory."""
+    """Returns the number of trained parameters, and the bytes of each kind of memory, under `overrides`."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -73,7 +72,7 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
 
 
 def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
-    """Returns the bytes of each kind of training, and their ratios to training all weights."""
+    """Prints and returns `measured` for each kind of training, with ratios relative to training all weights."""
     adapters = f"model.lora.rank={rank}"
     kinds = {
         "lora": [adapters],

@@ -42,7 +42,7 @@ GSM8K_QUANTILES = (
     *(65, 97, 109, 118, 126, 133, 141, 148, 156, 163, 172),
     *(181, 190, 200, 211, 223, 237, 254, 280, 318, 538),
 )
-"""Quantiles (0, 5 %, 10 %, ...) of the tokens of question and answer in GSM8K's train.jsonl, by SmolLM2's tokenizer."""
+"""Quantiles (0, 5 %, ...) of the tokens per question and answer in GSM8K's train.jsonl, with SmolLM2's tokenizer."""
 GSM8K_MEAN = 184.8
 
 
@@ -127,7 +127,7 @@ def computed_tokens(plan: MicroBatchPlan) -> int:
 
 
 def most_that_shapes_allow(tokens: int, num_devices: int) -> float:
-    """Returns the fill if samples could be split anywhere: below 1, because the last micro-batch is rounded up."""
+    """Returns the fill if samples could be split anywhere: below 1, as the last micro-batch has a fixed shape."""
     full, left = divmod(-(-tokens // num_devices), QUOTA)
     tail = next((s.tokens_per_device for s in candidate_shapes(QUOTA, QUOTA) if s.tokens_per_device >= left), QUOTA)
     return tokens / (num_devices * (full * QUOTA + (tail if left else 0)))

@@ -169,7 +169,7 @@ def _rows_work(
 
 
 def _visible_pairs(layout: SegmentLayout, windows: Sequence[int | None], blocking: Blocking) -> int:
-    """Returns the number of block pairs that attention computes on one device: the mean over layers, rounded up."""
+    """Returns the mean number of block pairs per layer computed on a device, rounded up to a whole number."""
     num_layers = Counter(windows)
     pairs = make_block_pairs(layout, num_layers, blocking)
     if pairs is None:

@@ -1,11 +1,11 @@
-"""Times the phases of TRL's GRPO step for `train_step.py`, on the work of `step_of_grpo.py`; needs TRL, but not grpo.
+"""Times the phases of TRL's GRPO step for `train_step.py`, on the same work as `step_of_grpo.py`; needs TRL, not grpo.
 
     python scripts/bench/step_of_trl.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 
-Some settings differ from TRL's defaults: on a CPU, the dtype is float32 or `--dtype`; gradient checkpointing is off,
-which is faster but needs more memory (`--checkpointing` turns it on); all samples are in one update of
-`--micro-batches` micro-batches; and completions have exactly `workload.NEW_TOKENS` tokens. `--lora-rank` trains
-adapters, like `model.lora` in grpo.
+Among other settings, these differ from TRL's defaults: on a CPU, the dtype is float32 or `--dtype`; gradient
+checkpointing is off, which is faster but needs more memory (`--checkpointing` turns it on); all samples are in one
+update of `--micro-batches` micro-batches; and completions have exactly `workload.NEW_TOKENS` tokens. `--lora-rank`
+trains adapters, like `model.lora` in grpo.
 """
 
 # TRL is not among the packages of this project's environment.

@@ -65,7 +65,7 @@ class TimedPrograms:
 def time_fields(
     text: str, chip: TpuChip, work: ProgramWork, *, bundles: Mapping[str, int], turn_of: str | None
 ) -> dict[str, Any]:
-    """Returns the times of one call; `estimated_s` is the sum of the three fields before it, and of `parts_s`."""
+    """Returns the times of one call. `estimated_s` is the sum of the three fields before it, and also of `parts_s`."""
     time = program_time(text, chip, bundles=bundles, turns=work.turns, turn_of=turn_of)
     return {
         "compute_s": time.compute_s,

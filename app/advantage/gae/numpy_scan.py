@@ -189,7 +189,7 @@ def solve_in_numpy(
 
 
 def _solve_sequences(tokens: Sequences, kept: Bool[np.ndarray, "N"] | None, *, gamma: float, lam: float) -> None:
-    """Solves sequences as if they contained only the kept tokens; None keeps all."""
+    """Computes the GAE of sequences as if they contained only the kept tokens; None keeps all."""
     ends, after = tokens.without_skipped(kept)
     num_kept = int(ends[-1]) + 1 if len(ends) else 0
     workspace = np.empty(_pad_to_whole_matmuls(min(num_kept, BLOCK_TOKENS)), np.float32)

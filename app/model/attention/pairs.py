@@ -61,7 +61,7 @@ class PackedInputs(NamedTuple):
 def block_pairs(
     layout: SegmentLayout, windows: Collection[Window], size: int, *, with_padding: bool = False
 ) -> BlockPairs:
-    """Returns the pairs of `size`-token blocks with a visible entry in layers with each of these windows.
+    """Returns, for each window, the pairs of `size`-token blocks with a visible entry.
 
     T must be a multiple of `size`. Relies on the token order of `SegmentLayout`. The work per row is T * T / size.
 

@@ -225,7 +225,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma3_text, classifier="Gemma3TextForSequenceClassification"),
 }
-"""The supported families by `model_type`."""
+"""Maps a `model_type` to its family; all supported families."""
 
 
 def _gemma(config: HfConfig, **switches: Any) -> Architecture:

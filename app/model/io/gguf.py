@@ -25,7 +25,7 @@ HUGGING_FACE_CLASSES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
-"""The `model_type` and the class named in the rebuilt `config.json`, by the file's `general.architecture`."""
+"""`general.architecture` of the file -> `model_type` and class named in the rebuilt `config.json`."""
 
 CHUNK_BYTES = 1 << 16
 """Number of bytes dequantized at a time, so that intermediate arrays stay in a core's cache."""

@@ -48,7 +48,7 @@ from app.rollout.scheduling.segment_limits import SegmentLimits
 from settings.errors import InputError
 
 MAX_COMPILING = 16
-"""Maximum number of concurrent compilations, because each takes memory."""
+"""Maximum number of concurrent compilations, each of which takes memory."""
 
 
 def prefill_blocks(
@@ -219,7 +219,7 @@ class SlotPrograms:
 
     @property
     def table_width(self) -> int:
-        """Number of columns of the block table; with `rows_together`, all engines have the same, to round alike."""
+        """Number of columns of the block table; with `rows_together`, equal on all engines, which then round alike."""
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -231,7 +231,7 @@ class SlotPrograms:
         return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
-        """Returns the number of blocks for rows of full length, block 0 and the last block of a cached prompt."""
+        """Returns the blocks needed for `num_rows` rows of full length, plus block 0 and the last block of a prompt."""
         return num_rows * self.blocks_per_row + 2
 
     @property

@@ -82,7 +82,7 @@ class SlotRunner:
         return table, blocks, forced
 
     def take(self, device: int, blocks: Sequence[int]) -> KVCache:
-        """Returns a copy of a row's blocks on a device, padded to the blocks of the longest sample."""
+        """Returns a copy of a row's blocks on a device, padded to the number of blocks of the longest sample."""
         return self._programs["take",](self.cache, self._places(device, blocks, missing=-1))
 
     def _prefill(self, prefills: Sequence[Prefill]) -> None:

@@ -48,7 +48,7 @@ class SlotShapes(NamedTuple):
     prompt_buckets: tuple[int, ...]
     """Padded lengths of prompts, in tokens."""
     recompute_buckets: tuple[int, ...]
-    """Padded lengths of prompt plus completion for recomputing caches; the last is a whole row."""
+    """Padded lengths of prompt plus completion for recomputing caches; the last fits a whole row."""
     prefill_rows: tuple[int, ...]
     """Numbers of prompts that a device prefills together."""
     segment_max: int
@@ -164,7 +164,7 @@ def make_slot_shapes(
 
 
 def _length_buckets(largest: int, *, min_bucket: int) -> tuple[int, ...]:
-    """Returns a quarter, a half and all of `largest` in multiples of 8, without fractions below `min_bucket`."""
+    """Returns a quarter and a half (if at least `min_bucket`) and all of `largest`, rounded up to multiples of 8."""
     rounded = {-(-(largest // 2**i) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for i in range(NUM_BUCKETS)}
     full = max(rounded)
     return tuple(sorted(size for size in rounded if size == full or size >= min_bucket))

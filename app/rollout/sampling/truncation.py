@@ -15,7 +15,7 @@ from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 MASS_UNIT = 2.0**-30
 """Probabilities are summed as integers in this unit, so that sums do not depend on the order of tokens."""
 BITS_PER_PASS = {"cpu": 1}
-"""Platform -> bits found per pass; 4 on others, where reading a value takes as long as several comparisons."""
+"""Platform -> bits found per pass; 4 on other platforms, where reading a value takes as long as several comparisons."""
 
 
 def kept_tokens(

@@ -26,8 +26,9 @@ SERVED_BY: dict[SampleRole, WorkerKind] = {"probe": "fast", "fast": "fast", "hea
 class PdsrV1Policy(SchedulingPolicy):
     """Runs probes on fast workers. A batch consists of the prompts submitted before its last probe was measured.
 
-    The longest `heavy_percent` of the prompts in a batch are heavy, and so are all prompts whose probes exceeded their
-    limit. Such probes move to heavy workers; other samples over the fast limit move there as well, or are truncated.
+    The `heavy_percent` of a batch's prompts with the longest probes are heavy, and so are all prompts whose probes
+    exceeded their limit. Such probes move to heavy workers; other samples over the fast limit move there as well, or
+    are truncated.
 
     Once the window has enough samples, a batch does not wait for probes above its (100 - `heavy_percent`)th percentile:
     their prompts are certain to be heavy. Prompts known from an earlier epoch are classified by the same threshold.

@@ -57,7 +57,7 @@ class ScheduleMetrics:
     """Metrics of a whole schedule, or of a window of a schedule that continues."""
 
     makespan_s: float
-    """Time from the first submission to the last committed token, or a later answer of an environment."""
+    """Time from the first submission to the last committed token or environment's answer, whichever is later."""
     bubble: float
     """Fraction of slot time in which no row decoded. Slots count from when their worker joins until it is lost."""
     tail_fraction: float

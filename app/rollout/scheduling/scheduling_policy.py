@@ -137,7 +137,7 @@ class SchedulingContext:
         return RowLimit(self.pdsr.probe_limit_tokens, PROBE_SECONDS_SHARE * self.pdsr.fast_limit_s)
 
     def expected_length(self, entry: SampleEntry) -> float:
-        """Returns the expected length in `rollout.pdsr.unit`; only a length in tokens considers earlier epochs."""
+        """Returns the expected length in `rollout.pdsr.unit`; earlier epochs are used only if the unit is `tokens`."""
         if self.pdsr.unit == "tokens":
             return self.lengths.estimate(entry)
         return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.lengths.measure(entry))

@@ -35,7 +35,7 @@ def segment_limits(
 ) -> SegmentLimits:
     """Returns the limits of a worker's next segment.
 
-    Without waiting samples, the length is clamp(capacity / num_active, min, max) tokens: few rows run long. Otherwise
+    Without waiting samples, the length is clamp(capacity / num_active, min, max) tokens. Otherwise
     let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row finishes at a
     step. A segment of L steps loses o / L per step to its fixed cost, and h L / 2 to finished rows that wait for its
     end. The sum is smallest at L = sqrt(2 o / h), when num_active h L rows have finished.

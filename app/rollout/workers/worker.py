@@ -103,7 +103,7 @@ class RolloutWorker:
             self._queued_weights.append((self._place_weights(weights), policy_version))
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts of the segments that have ended since the last call; for one thread at a time."""
+        """Returns the counts of the segments that ended since the last call. Only one thread at a time may call it."""
         return RolloutCounters.sum([RolloutCounters(), *take_all(self._segment_counters)])
 
     def close(self) -> None:

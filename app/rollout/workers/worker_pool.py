@@ -103,7 +103,7 @@ class RolloutWorkerPool(SampleGenerator):
         """Returns a context manager for a rollout on all live workers; on exit, it waits for running segments.
 
         Args:
-            prompts: uids of prompts whose lengths from earlier rollouts are used.
+            prompts: uids of prompts whose sample lengths in earlier rollouts are used.
             on_record: called with every event and the commands that answered it.
 
         Raises:
@@ -135,7 +135,7 @@ class RolloutWorkerPool(SampleGenerator):
                 worker.close()
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
-        """Returns a new scheduler that has learned recent lengths of samples and the mean lengths of these prompts."""
+        """Returns a new scheduler that knows the lengths of recent samples and each prompt's mean sample length."""
         schedule, learned = self.schedule, self.learned_lengths
         return Scheduler(
             schedule.policy,
