@@ -1,4 +1,4 @@
-"""Defines InputError, which reports invalid input but no bugs, and joins words for its messages."""
+"""Defines InputError, which reports invalid input, never bugs, and joins words for its messages."""
 
 from collections.abc import Iterable
 

@@ -13,7 +13,7 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 FALLBACK_DOTENVS = (Path(__file__).parents[1] / ".env", Path("/root/.env"))
 """The `.env` files read after the nearest one: in the checkout, and on TPU VMs in the home directory of root."""
 MIN_SECRET_LENGTH = 8
-"""Minimum length, in characters, of a value to redact; shorter values are placeholders."""
+"""Minimum length, in characters, of a value to redact; shorter values are taken for placeholders."""
 PRINTABLE_NAME = re.compile("[A-Z][A-Z0-9_]*")
 """Pattern of names in a `.env` that notices may show. Others may be parts of keys and are only counted."""
 _further_secrets: set[str] = set()

@@ -156,7 +156,7 @@ def inherit_run_settings(
 
 
 def find_run_settings(run_paths: Mapping[str, Path | None], *, is_quiet: bool = False) -> ConfigFile | None:
-    """Returns the settings of the first run that an option's path belongs to, and prints a note with their file.
+    """Returns the settings of the first run to which an option's path belongs, and prints a note that names their file.
 
     For a checkpoint or a file of samples, these are the settings of its step; for other paths, of the last session.
     Returns None for a file outside a run, which can be read with any settings, and for a path that does not exist,

@@ -55,7 +55,7 @@ class Samples:
     """The samples written by a command, and the summary that it prints."""
 
     records: Sequence[Mapping[str, Any]] = field(repr=False)
-    """One dict per sample, with the fields of a sample file: `uid`, `prompt`, `completion`, ..."""
+    """One dict per sample, with the fields of a sample file, such as `uid`, `prompt` and `completion`."""
     summary: Mapping[str, Any]
 
 

@@ -42,7 +42,7 @@ def settings(
 
 
 def _find_settings(name: str) -> list[str]:
-    """Returns the settings that begin with `name`, or else those with a similar name, or called `name` in TRL or verl.
+    """Returns the settings whose names begin with `name`, or else those with a similar name here, in TRL or in verl.
 
     If there are none, returns the settings that mention it.
     """

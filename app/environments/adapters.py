@@ -143,7 +143,7 @@ class AdaptedEnvironment:
         return result._replace(messages=messages, metrics={**result.metrics, **counts})
 
     def score(self) -> dict[str, float]:
-        """Returns the rewards for the whole episode by name."""
+        """Returns the rewards for the whole episode, with their names."""
         method = getattr(self._environment, "score" if self._has_step else "get_reward", None)
         scores = await_value(method()) if callable(method) else None
         if not isinstance(scores, Mapping):

@@ -103,4 +103,4 @@ class GuessNumber:
 
 ENVIRONMENTS: dict[str, Callable[[], Any]] = {"calculator": CalculatorEnvironment, "guess_number": GuessNumber}
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
-"""Built-in environments by their name in `env.source`, and built-in tools by their name in `env.tools`."""
+"""These two map names in `env.source` to built-in environments, and names in `env.tools` to built-in tools."""

@@ -41,7 +41,7 @@ class EpisodeReply(NamedTuple):
     truncated: bool = False
     metrics: Mapping[str, float] = {}
     scores: Mapping[str, float] = {}
-    """Rewards for the whole episode by name; only in the last reply."""
+    """Rewards for the whole episode, with their names; only in the last reply."""
     seconds: float = 0.0
     """Time spent in the environment, without waiting for a free worker and without replays."""
     failure: Failure | None = None
@@ -130,7 +130,7 @@ class EpisodePool(Pool):
     def openings(
         self, starts: Sequence[EpisodeStart], *, stop_requested: StopCheck = never_stop
     ) -> list[Messages | Failure | None] | None:
-        """Returns each episode's opening messages or failure; None = it opens with the prompt of its row.
+        """Returns each episode's opening messages or failure; None for an episode that opens with its row's prompt.
 
         Returns None instead of the list if a stop is requested in the meantime.
         """

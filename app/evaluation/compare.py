@@ -54,7 +54,7 @@ EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT}
 HASHED_FACTS = {PROMPTS: "the prompts differ in their tokens or in other columns", TOKENIZER: f"{TOKENIZER} differs"}
 """Maps each fact that is stored as a digest to the note that is shown if it differs."""
 CHANGE_DECIMALS = 9
-"""Decimals kept of a difference; further decimals may be rounding errors from the order of summation."""
+"""Number of decimals to which differences are rounded; others may be errors from the order of summation."""
 
 
 ROW_HEIGHT, MARGIN, WIDTH = 0.42, 1.5, 9.0
@@ -119,7 +119,7 @@ class EvaluationComparison:
 
     @property
     def verdict(self) -> str:
-        """The numbers of better, worse and equal prompts, and the p-value, as text."""
+        """The numbers of prompts with higher, lower and equal accuracy, and the p-value, as text."""
         p = f"p < {MIN_SHOWN_P:g}" if self.p_value < MIN_SHOWN_P else f"p = {self.p_value:.2g}"
         return f"{self.num_better} prompts better, {self.num_worse} worse, {self.num_equal} equal: {p} ({self.test})"
 

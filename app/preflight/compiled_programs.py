@@ -81,7 +81,7 @@ class LoweredProgram(NamedTuple):
 def step_memory(
     step: StepOutline, *, compiles: bool, on_program: ProgramCallback | None = None
 ) -> tuple[dict[str, MemoryBreakdown], tuple[CompiledProgram, ...]]:
-    """Returns the bytes per device in each phase of a step, by buffer, and the compiled programs.
+    """Returns the bytes of each buffer on a device in each phase of a step, and the compiled programs.
 
     With `compiles`, programs are compiled for the devices of the mesh, which need not exist, and each phase includes
     the temporaries of its largest program. Otherwise phases have only arrays, and there are no programs.

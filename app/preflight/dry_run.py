@@ -92,7 +92,7 @@ class DryRunReport:
     """Micro-batches of the reward model in a step; None without a reward model."""
     num_reward_model_parameters: int
     memory: Mapping[str, MemoryBreakdown]
-    """Bytes on each device by phase and buffer; with `--compile`, they include the temporaries of programs."""
+    """Bytes of each buffer on a device, for each phase; with `--compile`, also the temporaries of programs."""
     programs: tuple[CompiledProgram, ...]
     """Compiled programs; empty without `--compile`."""
     peak_bytes: int

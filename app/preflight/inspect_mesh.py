@@ -104,7 +104,7 @@ class MeshInspection:
     transferred_bytes: int
     """Bytes that each device receives when trained weights are converted for generation, once per policy version."""
     memory: Mapping[str, MemoryBreakdown]
-    """Bytes on each device by phase and buffer; with `--compile`, they include the temporaries of programs."""
+    """Bytes of each buffer on a device, for each phase; with `--compile`, also the temporaries of programs."""
     peak_bytes: int
     peak_phase: str
     host_bytes: int

@@ -187,7 +187,7 @@ def check_reward_functions(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
 ) -> None:
-    """Checks that each reward function grades the reference answer and others without errors and not all alike."""
+    """Checks that each reward function grades answers without errors and tells the reference answer from others."""
     if not settings.reward.functions:
         giver = "environment alone gives rewards" if settings.env.source else "teacher needs no rewards"
         recorder.skip("reward", reason=f"the {giver}")

@@ -128,7 +128,7 @@ def outline_step(
 
 
 def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
-    """Returns the bytes of the arrays on each device, by phase and buffer.
+    """Returns the bytes of each buffer on a device, for each phase of a step.
 
     The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`, as far as the run has
     them. With `rollout.devices`, the rollout counts the devices that generate, and every other phase those that train.

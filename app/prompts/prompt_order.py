@@ -61,7 +61,7 @@ class PromptOrder:
         return order
 
     def _last_independent_epoch(self, epoch: int, count: int, offset: int) -> int:
-        """Returns the last epoch whose permutation, without earlier epochs, determines the order of this epoch.
+        """Returns the newest epoch whose permutation suffices, without earlier epochs, to compute the order of `epoch`.
 
         Deferring changes only the first `count` places of an epoch, and the next epoch depends only on the last
         `count`. So if an epoch has at least two steps, this is the previous epoch; otherwise it is the last epoch that

@@ -43,7 +43,7 @@ def read_jsonl(path: str | Path, *, reads_nan: bool = False) -> Iterator[tuple[i
 def read_jsonl_tolerant(
     path: str | Path, *, reads_nan: bool = False
 ) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    """Like `read_jsonl`, but yields the InputError of an unusable line in place of its object.
+    """Yields the lines as `read_jsonl` does, but for an unusable line the InputError in place of its object.
 
     Raises:
         InputError: the file cannot be read.

@@ -18,7 +18,7 @@ def to_printable(text: str) -> str:
 
 
 def to_printable_lines(text: str) -> str:
-    """Like `to_printable`, but keeps line breaks and tabs."""
+    """Escapes the text as `to_printable` does, but keeps line breaks and tabs."""
     return "\n".join("\t".join(map(to_printable, line.split("\t"))) for line in text.split("\n"))
 
 

@@ -1,6 +1,6 @@
 """Alerts about common failures of reinforcement learning, detected in the metrics of a run.
 
-A rule is a pure function of the steps so far. Every threshold is a constant with its reason. They are
+A rule is a pure function of the steps so far. Thresholds are constants, each with its reason. They are
 chosen so that a run that learns raises no alert: people ignore alerts that are often wrong.
 """
 
@@ -36,7 +36,7 @@ ZERO_VARIANCE_THRESHOLD = 0.95
 TRUNCATION_THRESHOLD = 0.25
 """Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 EARLY_TRUNCATION_THRESHOLD = 0.5
-"""Like `TRUNCATION_THRESHOLD`, for each of the first steps, which are too few for a mean."""
+"""Fraction of truncated answers in each of the first steps, which are too few for a mean."""
 KL_THRESHOLD = 0.5
 """KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
@@ -46,8 +46,8 @@ CLIP_FRACTION_THRESHOLD = 0.3
 MISMATCH_THRESHOLD = 0.02
 """Mean |sampler - trainer logprob|, in nats. The quickstart has 1e-7 in float32, and 0.004 in bfloat16."""
 CORRECTED_MISMATCH_THRESHOLD = 0.1
-"""Like `MISMATCH_THRESHOLD`, if importance weights correct the difference. SmolLM2-135M has 0.05 with `rollout.weights:
-int8` and 0.03 with `rollout.kv_cache: int8`."""
+"""Replaces `MISMATCH_THRESHOLD` if importance weights correct the difference. SmolLM2-135M has 0.05 with
+`rollout.weights: int8` and 0.03 with `rollout.kv_cache: int8`."""
 ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20

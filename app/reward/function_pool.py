@@ -104,7 +104,7 @@ def open_pool(
 
 @contextmanager
 def register_callables(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Makes Python functions available inside the block, by reward name or setting."""
+    """Makes Python functions available inside the block, each under the name of its reward or setting."""
     _callables.update(functions)
     try:
         yield

@@ -157,7 +157,7 @@ def _value_outcome(value: Any, extras: Mapping[str, float]) -> dict[str, Any]:
 
 
 def collect_columns(columns: Mapping[Any, Iterable[Any]], num_samples: int) -> list[dict[str, Any]]:
-    """Returns the values passed to TRL's `log_extra(column, values)`, by sample; at most `MAX_EXTRAS` columns.
+    """Returns each sample's values passed to TRL's `log_extra(column, values)`; at most `MAX_EXTRAS` columns.
 
     Raises:
         PlugInValueError: a column does not have one value per sample.

@@ -28,7 +28,7 @@ class MaxLengths(NamedTuple):
 
 
 def num_bootstrap_tokens(settings: Settings, role: str) -> int:
-    """Returns the positions added after a truncated sample: 1 for the critic if it bootstraps there, otherwise 0."""
+    """Returns the number of positions added after a truncated sample: 1 for a critic that bootstraps, otherwise 0."""
     return 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
 
 

@@ -21,7 +21,7 @@ MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
-    """Returns the settings with each hub model that the run has used before pinned to its commit.
+    """Returns the settings with hub models pinned to the commits that the run has recorded for them.
 
     Raises:
         InputError: the file with the run's commits cannot be read.
@@ -41,7 +41,7 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
     """Writes the file of commits that `pin_revisions` reads.
 
     Args:
-        commits: commits by section of the settings; None for models that are not from the hub.
+        commits: the commit of each section's model; None for models that are not from the hub.
     """
     records = {
         section: {"path": getattr(getattr(settings, section), MODEL_FIELDS[section]), "commit": commit}

@@ -34,7 +34,7 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
     """Returns the number of KV blocks that fit on each device; None if all slots fit at full length.
 
     If memory is scarce, compiles the largest programs for two numbers of blocks to measure their memory. If not even
-    one sample fits, logs a warning and returns the blocks of one sample.
+    one sample fits, logs a warning and returns the number of blocks for one sample.
 
     Args:
         engine: an engine that has enough blocks for all slots at full length.

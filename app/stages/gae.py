@@ -57,7 +57,7 @@ class WrittenAdvantages:
 
 
 def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: str, mask_mode: str) -> dict[str, Any]:
-    """Adds advantages and returns to `input`, writes it to `out` in the same format, and gives the summary to print.
+    """Adds advantages and returns to `input`, writes it to `out` in the same format, and returns the summary to print.
 
     The whole input is checked before any device work. Samples are read again for each pass; whitening adds a pass.
 

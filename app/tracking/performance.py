@@ -38,7 +38,7 @@ class NetworkPass(NamedTuple):
     """Counts the FLOPs of one network's passes over the samples of a step."""
 
     sequence_flops: SequenceCost
-    """Maps the lengths of sequences, in tokens, to the FLOPs of the layers for each."""
+    """Maps the lengths of sequences, in tokens, to the FLOPs of the layers for each sequence."""
     head_flops: int
     """FLOPs of the LM head per completion token; 0 for networks with a value head."""
     shares_prompts: bool

@@ -53,7 +53,7 @@ CHANGEABLE_FINGERPRINTS = {
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
-"""Settings by fingerprint: `--allow-changed` with any of them lets a resumed run change the fingerprint.
+"""Maps a fingerprint to settings: `--allow-changed` with any of them lets a resumed run change the fingerprint.
 
 The fingerprints of policy and critic must not change, because their arrays come from the checkpoint.
 """
@@ -88,7 +88,7 @@ class TrainingInputs:
 
     @property
     def model_commits(self) -> dict[str, str | None]:
-        """Hub commits by section of the settings; None for models that are not from the hub."""
+        """Hub commit of each section's model; None for models that are not from the hub."""
         reward, teacher = self.reward_model, self.teacher
         return {
             "model": self.model.files.commit,

@@ -65,7 +65,7 @@ def train(
     on_step: StepCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainingRun:
-    """Trains to `run.steps`, starting or continuing a run as `resume` says (see `grpo.train`).
+    """Trains up to step `run.steps`, starting or continuing a run as `resume` says (see `grpo.train`).
 
     Args:
         start_request: the checkpoint to start from, and the saved samples to train on.

@@ -77,7 +77,7 @@ TRAIN_CHECKS = (*LEARNING_CHECKS, *SIZE_CHECKS)
 
 
 check_hosts = partial(_run_checks, checks=(_check_hosts,))
-"""Raises InputError listing all problems of the settings by which hosts join each other."""
+"""Raises InputError listing all problems of the settings that connect hosts."""
 
 check_for_train = partial(_run_checks, checks=(*TRAIN_CHECKS, _check_no_pretend))
 """Raises InputError listing everything that prevents training with these settings."""

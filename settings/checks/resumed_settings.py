@@ -72,7 +72,7 @@ def changed_settings(
 
 
 def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) -> None:
-    """Raises InputError if a change affects what the run learns and neither setting nor section is in `allowed`."""
+    """Raises InputError for a change that affects what the run learns, unless `allowed` has its setting or section."""
     for name in allowed:
         if name not in FIELDS and name not in SECTIONS:
             raise InputError(f"{OPTION}: there is no setting or section {name}{suggest_fields(name)[1]}")

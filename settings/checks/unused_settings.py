@@ -37,7 +37,7 @@ SECTIONS_OF_REWARDS = ("reward.", "plugins.", "score.reward.")
 
 
 UsageCondition = tuple[str, Callable[[Settings], bool], tuple[str, ...]]
-"""A condition as words for notices, as a predicate, and the settings that have no effect unless it is true."""
+"""A condition as words for notices and as a predicate, and the settings that have no effect unless it is true."""
 
 
 def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ SAMPLING_CONDITION: UsageCondition = (
         *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     ),
 )
-"""Tested only for training, because other commands sample completions even if `algorithm.name` is `sft`."""
+"""This condition is tested only for training; other commands sample completions even if `algorithm.name` is `sft`."""
 
 USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
     # Data and evaluations.
@@ -232,7 +232,7 @@ USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns notices for a launch, on its algorithm, unused settings, learning rate, reproducibility and data."""
+    """Returns the notices of a launch about algorithm, unused settings, learning rate, reproducibility and data."""
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
     if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
         values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
@@ -272,7 +272,7 @@ def unused_setting_notices(
 
 
 def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns the notice of a command that loads no adapters; nothing if none are configured."""
+    """Returns a notice that the command ignores `model.lora`; empty if no adapters are configured."""
     if not resolved.settings.model.lora.rank:
         return ()
     return (f"{resolved.describe(RANK)} has no effect here: model.path is loaded without adapters",)

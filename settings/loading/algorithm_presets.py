@@ -1,4 +1,4 @@
-"""Values of the published algorithms, which `algorithm.name` gives to settings left null."""
+"""Values that `algorithm.name` gives to settings left null, for each published algorithm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmPreset:
-    """An algorithm's source, and its values for the fields of `algorithm`. The defaults are GRPO's values."""
+    """The paper of an algorithm, and its values for the fields of `algorithm`. The defaults are GRPO's values."""
 
     source: str
     estimator: str | None = "grpo"
@@ -78,7 +78,7 @@ PRESET_FIELDS = tuple(field.name for field in fields(AlgorithmPreset) if field.n
 
 
 def estimator_defaults(estimator: str | None) -> dict[str, bool]:
-    """Returns the values, by field, that an estimator gives to null fields of `algorithm`."""
+    """Returns the values that an estimator gives to the fields of `algorithm` that follow from it, if they are null."""
     has_critic = estimator in CRITIC_ESTIMATORS
     return {"whiten_advantages": has_critic or estimator == "reinforce_plus_plus", "shuffle": has_critic}
 

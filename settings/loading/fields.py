@@ -105,7 +105,7 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
 
 
 def _nearest_fields(unknown: str) -> list[str]:
-    """Returns the names most similar to `unknown`, at most four: dotted names, sections and aliases."""
+    """Returns the fields, sections or aliases most similar to `unknown`; none if more than four are equally similar."""
     sections = [section for section in SECTIONS if ("." in section) == ("." in unknown)]
     known = [(name, name) for name in (*FIELDS, *sections, *ALIASES)]
     known += [(name.rpartition(".")[2], name) for name in FIELDS]

@@ -1,9 +1,9 @@
 """Resolves the micro-batch settings: dynamic under a token quota, or a fixed number of samples.
 
 The update, the critic, scoring, and the scoring of each role are separate scopes. In a scope, a token quota selects
-dynamic micro-batches, `rows_per_device` and `strategy` select fixed ones, and a boolean
-(`algorithm.dynamic_microbatch`, `score.dynamic`) selects either. If two layers of settings differ, the later one wins;
-one layer must not select both. The critic inherits null settings from `algorithm`, and a role from `score`.
+dynamic micro-batches, `rows_per_device` and `strategy` select fixed ones, and `algorithm.dynamic_microbatch` or
+`score.dynamic` selects either. If two layers of settings differ, the later one wins; one layer must not select both.
+A role inherits null settings from `score`; the critic inherits all of them except the quota from `algorithm`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Values = Mapping[str, SourcedValue | None]
 
 
 class _Scope:
-    """The micro-batch settings of one scope, by field: `given` by the user, and the effective `values`."""
+    """The micro-batch settings of one scope: the fields `given` by the user, and the effective `values` of all."""
 
     def __init__(self, section: str, leaves: Mapping[str, SourcedValue], inherited: Values, *, is_dynamic: bool = True):
         names = {part: f"{section}.{part}" for part in (*SWITCHES, TOKEN_QUOTA, ROWS, STRATEGY)}

@@ -69,7 +69,7 @@ def env_name(field: str) -> str:
 
 
 def precedence(origin: str) -> int:
-    """Returns the rank of the layer of a provenance; a layer overrides those of lower rank."""
+    """Returns the rank of the layer of a provenance; a layer overrides the layers of lower rank."""
     layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
     return ("derived", "default", "yaml", "set", "env", "flag").index(layer)
 
@@ -104,7 +104,7 @@ def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
 
 
 def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the last `--set` of each name, and notices about those it replaces, for example from a launch script."""
+    """Returns the last `--set` of each name, and notices about the earlier ones, for example from a launch script."""
     last: dict[str, str] = {}
     notices = []
     for override in overrides:

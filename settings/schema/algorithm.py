@@ -53,8 +53,8 @@ class AlgorithmSettings(Section):
     """Level of the probability ratio between the policies after and before the update: one ratio per token (token), or
     the geometric mean over the tokens of a sample (sequence). If null, it follows from `algorithm.name`."""
     clip: Literal["ppo", "cispo"] | None = None
-    """Gradient of tokens whose probability ratio is outside the clip range: zero (ppo), or weighted by the clipped
-    ratio (cispo). If null, it follows from `algorithm.name`."""
+    """Gradient of tokens whose probability ratio is outside the clip range: zero if the advantage would move the ratio
+    farther out (ppo), or weighted by the clipped ratio (cispo). If null, it follows from `algorithm.name`."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty against the reference model. 0 disables the penalty and keeps no reference model in
     memory."""
@@ -116,15 +116,15 @@ class AlgorithmSettings(Section):
     """Number of passes over the samples of each rollout. More passes learn more from each sample, but are less
     on-policy."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
-    """Number of prompts per optimizer step on each host; with K optimizer steps, each uses every K-th prompt. If null,
-    one optimizer step uses all prompts of the training step."""
+    """Number of prompts per optimizer step on each host; with K optimizer steps, each uses one of every K consecutive
+    prompts. If null, one optimizer step uses all prompts of the training step."""
     dynamic_microbatch: bool | None = None
     """Whether micro-batches of the update are dynamic (true: rows packed up to a token quota) or fixed (false: an equal
     number of samples each). Gradients are accumulated either way. If null, it is true unless
     `algorithm.rows_per_device` is set."""
     max_tokens_per_device: int | None = Field(default=16384, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Maximum number of tokens of an update micro-batch on each device, at least those of the longest sample; setting
-    it selects dynamic micro-batches. Lower it if memory runs out. Scoring uses it too unless
+    """Maximum number of tokens of an update micro-batch on each device, at least as many as in the longest sample;
+    setting it selects dynamic micro-batches. Lower it if memory runs out. Scoring uses it too unless
     `score.max_tokens_per_device` is set."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Number of samples of a fixed update micro-batch on each device; setting it selects fixed micro-batches. Lower it
@@ -133,14 +133,14 @@ class AlgorithmSettings(Section):
     """Whether every epoch assigns prompts to optimizer steps in a new random order, determined by `run.seed`, step and
     epoch. If null, it is true with a critic and false otherwise."""
     balance_batch: bool = True
-    """Distributes packed rows over the devices evenly by FLOPs, without moving samples between mini-batches. Set it to
+    """Distributes packed rows so that the devices' FLOPs are about equal; mini-batches keep their samples. Set it to
     false only for comparison."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount factor per token, for estimators that credit each token."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Lambda of GAE. With 1, returns are sums of observed rewards; with 0, they are the reward of a token plus the
-    critic's value of the next token."""
+    """Lambda of GAE. With 1, returns are discounted sums of observed rewards; with 0, they are the reward of a token
+    plus the discounted value of the next token from the critic."""
     length_adaptive_lam: float | None = Field(default=None, gt=0)
     """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: the advantages of a sample with n trainable tokens use
     lambda = max(0, 1 - 1 / (alpha n)) instead of `algorithm.lam`. Null disables this."""
@@ -153,7 +153,7 @@ class AlgorithmSettings(Section):
     ignores it."""
     whiten_advantages: bool | None = None
     """Normalizes the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. If null, it is true for
-    estimators that credit each token, and false for those that compare samples of a prompt."""
+    gae, vtrace and reinforce_plus_plus, and false for other estimators."""
     kl_target: float | None = Field(default=None, gt=0)
     """Target KL, in nats per token, of the penalty in the reward: `algorithm.beta` is the initial weight and is adapted
     after every step, by at most about 20 % over 10,000 samples. Null keeps the weight fixed."""
@@ -210,7 +210,7 @@ class CriticSettings(Section):
     neither this nor `critic.rows_per_device` is set, `algorithm` decides whether micro-batches are dynamic or fixed."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Number of samples of a critic's fixed micro-batch on each device; setting it selects fixed micro-batches. If
-    null, it is `algorithm.rows_per_device`."""
+    null, it is `algorithm.rows_per_device`, unless `critic.max_tokens_per_device` is set."""
     lam: float | None = Field(default=None, ge=0, le=1)
     """Lambda of GAE for the critic's targets, 1.0 in VAPO. If null, it is `algorithm.lam`."""
 
@@ -279,11 +279,11 @@ class ScoreSettings(Section):
     activations for gradients."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Number of samples of a fixed scoring micro-batch on each device; setting it selects fixed micro-batches. Lower it
-    if memory runs out. If null, it is 8 with fixed micro-batches."""
+    if memory runs out. If null, it is 8 with `score.strategy` loop or scan."""
     strategy: Literal["off", "loop", "scan"] | None = None
     """Selects fixed micro-batches for every scored model (policy, reference, critic, reward model) without its own
     token quota: one pass over all samples (off), a loop over micro-batches with a shorter last one (loop), or one
-    compiled scan over full ones (scan). If null, it is loop."""
+    compiled scan over full ones (scan). If null, it is loop with fixed micro-batches."""
     policy: MicroBatchSettings = MicroBatchSettings()
     reference: ReferenceScoreSettings = ReferenceScoreSettings()
     critic: MicroBatchSettings = MicroBatchSettings()

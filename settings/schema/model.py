@@ -67,7 +67,7 @@ class LoRASettings(Section):
     up_proj, down_proj (together: mlp), or all. In a mixture of experts, only attention can have adapters."""
     quantize_base: Quantization | None = None
     """Stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4) and dequantizes each when it is used
-    (QLoRA). This needs the extra [qlora]. If null, they are stored in float32."""
+    (QLoRA). This needs the extra [qlora]. If null, they are stored in `model.dtype`."""
 
     @property
     def projections(self) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class PdsrSettings(Section):
     pdsr_v2, a sample that a fast worker stole from a heavy one returns after a quarter of this limit."""
     fast_limit_s: float = Field(default=10.0, gt=0)
     """With pdsr_v1 and pdsr_v2 and `rollout.pdsr.unit: seconds`, a sample also leaves its fast worker after this many
-    seconds; a probe leaves after half of them."""
+    seconds, and a probe of pdsr_v1 after half as many."""
     on_fast_limit: Literal["suspend", "truncate"] = "suspend"
     """What pdsr_v1 does with a sample at the limit of a fast worker: continue it on a heavy worker (suspend) or end it
     (truncate), which biases the rewards of hard prompts."""
@@ -182,7 +182,7 @@ class RolloutSettings(Section):
     top_k: int = Field(default=0, ge=0, lt=2**31)
     """Samples only from the k most likely tokens; 0 samples from all tokens."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Samples only from the most likely tokens whose probabilities sum to this value; 1 samples from all tokens."""
+    """Samples only from the fewest tokens whose probabilities sum to at least this value; 1 samples from all tokens."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Samples only from tokens whose probability is at least this fraction of the highest probability; 0 samples from
     all tokens."""
