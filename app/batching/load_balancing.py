@@ -28,7 +28,7 @@ def assign_rows_balanced(
     rows_per_device: int,
     device_loads: Sequence[float],
 ) -> tuple[list[list[int]], list[float]]:
-    """Assigns rows to micro-batches of the same sizes as `assign_rows_in_order`, but balances the cost of the devices.
+    """Assigns rows to micro-batches as large as those of `assign_rows_in_order`, but balances the costs of devices.
 
     Rows of similar cost share a micro-batch. Within it, devices get parts of similar cost; the device with the smallest
     load so far gets the most expensive part.

@@ -100,7 +100,7 @@ class PackedRowBatcher(MicroBatcher):
 
 @dataclass(frozen=True)
 class EqualShapeBatcher(MicroBatcher):
-    """Splits like `batcher`, then pads the last micro-batch with empty rows to the shape of the others.
+    """Splits samples like `batcher`, then pads the last micro-batch with empty rows to the shape of the others.
 
     It is used for all parts of a long file except the last; otherwise, each part could add another shape to compile.
     """

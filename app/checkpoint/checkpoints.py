@@ -221,7 +221,7 @@ class Checkpoints:
             self._manager.reload()
 
     def update_best_link(self) -> None:
-        """Points the link to the best checkpoint on disk; cheap if it is up to date."""
+        """Points the link to the best checkpoint on disk, or removes it if there is none."""
         if jax.process_index() != 0:
             return
         # A checkpoint directory is renamed to its final name once all of it is written.

@@ -44,7 +44,7 @@ HostFacts = Mapping[str, HostFact]
 
 
 def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType({})) -> None:
-    """Checks that all hosts have the same code, packages, settings and `identity`.
+    """Checks that all hosts have the same code, packages, `identity`, and settings except `PER_HOST_SETTINGS`.
 
     All hosts must call it, after `jax_startup.initialize_distributed`.
 

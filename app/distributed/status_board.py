@@ -23,7 +23,7 @@ KEY_PREFIX = "grpo/"
 
 
 class StatusBoard:
-    """Latest notice of each host, by topic. Context manager: while it is open, a thread polls the store.
+    """The latest notice of each host under each topic. Context manager: while open, a thread polls the store.
 
     Args:
         store: JAX's client of the shared store, which raises RuntimeError if process 0 cannot be reached; None for a
@@ -55,11 +55,11 @@ class StatusBoard:
         self._outgoing.put((topic, text))
 
     def read(self, topic: str) -> Mapping[int, str]:
-        """Returns the notices under a topic known to this host so far, by host. Thread-safe; does not block."""
+        """Returns host -> latest notice under a topic that has arrived here. Thread-safe; does not block."""
         return {host: text for (about, host), text in list(self._notices.items()) if about == topic}
 
     def read_others(self, topic: str) -> Mapping[int, str]:
-        """Like `read`, but without this host's own notice."""
+        """Returns the notices of the other hosts; see `read`."""
         return {host: text for host, text in self.read(topic).items() if host != self.host}
 
     def _sync_loop(self) -> None:

@@ -99,7 +99,7 @@ def _make_private(folder: Path, *names: str) -> Path:
 
 
 def _tidy(folder: Path) -> None:
-    """Removes the oldest programs beyond the limits, and incompletely written ones, which JAX would never replace."""
+    """Removes the least recently used programs beyond the limit, and partly written ones, which JAX never replaces."""
     with FileLock(folder / ".lockfile", timeout=LOCK_TIMEOUT_S):
         programs = set(folder.glob("*-cache"))
         # JAX writes the `-atime` file after the program, under the same lock, and again at each use.

@@ -81,7 +81,7 @@ def tgmm_product(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[A
 
 
 def _blockwise_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:
-    """Returns `grouped_product`, by a scan over groups with a loop over each group's blocks of rows.
+    """Computes `grouped_product` with a scan over groups, and in each group a loop over blocks of rows.
 
     A group's last block may include rows of later groups; their results are overwritten later.
     """
@@ -126,5 +126,5 @@ def blockwise_matrix_gradient(
 
 
 def _block_size(x: Array, sizes: Array) -> int:
-    """Returns the rows per block: a power of two near the average group size."""
+    """Returns the rows per block: the power of two above the mean group size, at most `MAX_BLOCK`."""
     return min(MAX_BLOCK, 1 << max(len(x) // len(sizes), 1).bit_length())

@@ -34,7 +34,7 @@ class LoRAParam(nnx.Param):
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """The projections with adapters, and the size of the adapters."""
+    """The projections with adapters, and the rank and scale of the adapters."""
 
     rank: int
     alpha: float

@@ -96,7 +96,7 @@ class KernelQuantizer:
 
 
 def tile_size(model_dim: int) -> int:
-    """Returns the number of weights along the model dim that share a scale."""
+    """Returns the number of weights along the model dim that share an nf4 scale."""
     return math.gcd(model_dim, MAX_TILE)
 
 

@@ -41,7 +41,7 @@ class Opening(NamedTuple):
 
 @dataclass(eq=False)
 class RolloutSequence:
-    """A sample during generation, called a row, with its tokens so far by segment."""
+    """A sample during generation, called a row, with one array of tokens per segment so far."""
 
     prompt: Prompt
     sample_index: int
@@ -71,7 +71,7 @@ class RolloutSequence:
     opening: Opening | None = None
     """How its conversation starts; None without an environment."""
     max_turn_tokens: int | None = None
-    """Maximum number of tokens per turn; None = only the sample's limit."""
+    """Maximum number of tokens per turn; None = no limit except the sample's."""
     turns: tuple[Turn, ...] = ()
     """Turns that the environment has answered."""
     turn_start: int = 0

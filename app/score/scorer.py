@@ -164,7 +164,7 @@ def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32
 
 
 def _shared_lengths(uids: Sequence[str], conversations: Sequence[np.ndarray]) -> Mapping[str, int]:
-    """Returns, for each prompt uid, the tokens in the common prefix of the prompt's conversations, at least 1."""
+    """Returns, for each prompt uid, the number of first tokens that its conversations share, at least 1."""
     first: dict[str, np.ndarray] = {}
     shared: dict[str, int] = {}
     for uid, text in zip(uids, conversations, strict=True):

@@ -2,8 +2,8 @@
 
     python scripts/bench/curriculum.py --out FILE.json [--config NAME] [--seeds 5] [--runs DIR] [--set NAME=VALUE]
 
-Trains with and without it for every seed (0, 1, ...), one run after the other; runs that are complete in DIR are not
-repeated. Accuracy is interpolated between evaluations. Tokens of groups that a filter drops also count.
+Trains with and without the curriculum for every seed (0, 1, ...), one run after the other; runs that are complete in
+DIR are not repeated. Accuracy is interpolated between evaluations. Tokens of groups that a filter drops also count.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], tur
 
     Args:
         bundles: number of bundles per kernel; see `take_scheduled_bundles`.
-        turns: sizes of grids that depend on data: the number of block pairs by `ATTENTION_SCOPE`, and the number of
-            rows by `ROUTED_ROWS`.
+        turns: sizes of grids that depend on data: the number of block pairs under the key `ATTENTION_SCOPE`, and the
+            number of rows under `ROUTED_ROWS`.
 
     Raises:
         InputError: the schedule of the kernel is missing.

@@ -78,7 +78,7 @@ def program_time(
     Args:
         text: HLO text of the compiled program.
         bundles: instruction bundles per kernel; see `scripts.bench.kernel_time.take_scheduled_bundles`.
-        turns: numbers of loop iterations and of grid steps that depend on data, by name scope.
+        turns: name scope -> number of loop iterations or of grid steps, where it depends on data.
         turn_of: name scope of a loop, to return the time of one iteration instead of the whole call.
 
     Raises:

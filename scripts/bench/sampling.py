@@ -1,4 +1,4 @@
-"""Compares the speed of top-p sampling by threshold search, by sorting the vocabulary, and of plain sampling.
+"""Compares the speeds of plain sampling, and of top-p sampling with a threshold search or with sorting.
 
     python scripts/bench/sampling.py [--rows 16] [--vocab 151936] [--slice v5e-8]
 

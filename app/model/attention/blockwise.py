@@ -102,7 +102,7 @@ class PairScores(NamedTuple):
 def _loop_over_pairs(
     score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[tuple[Array, Array, Array], Array, Callable[[Array], PairScores]]:
-    """Returns query, keys and values by block, the number of iterations, and a function iteration -> its scores.
+    """Returns blocks of query, keys and values, the number of iterations, and a function iteration -> its scores.
 
     The G query heads that share a key head are stacked, so the scores of a pair take one matmul per key head.
     """

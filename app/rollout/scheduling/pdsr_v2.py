@@ -45,7 +45,7 @@ class PdsrV2Policy(SchedulingPolicy):
         self._neutral: dict[str, float] = {}
         """Prompt -> length of its probe, which finished before there was a threshold."""
         self._stolen: dict[str, RowLimit] = {}
-        """Uid of a heavy sample on a fast worker -> the length at which it should leave."""
+        """Uid of a heavy sample on a fast worker -> the limit at which it should leave."""
 
     def add(self, entry: SampleEntry) -> None:
         if self._probes.admit_or_hold_back(entry):

@@ -65,7 +65,7 @@ class SampleEntry:
 
 @dataclass
 class SampleTable:
-    """All samples of a rollout by uid."""
+    """The entries of all samples in a rollout that are not forgotten, with access by uid."""
 
     entries: dict[str, SampleEntry] = field(default_factory=dict)
     counts: Counter[SampleState] = field(default_factory=Counter)

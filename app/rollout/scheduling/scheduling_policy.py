@@ -67,7 +67,7 @@ class WorkerState:
     num_carried: int = 0
     """Number of rows kept from the last segment, with or without a slot."""
     step_s: float | None = None
-    """Duration of a decode step in the last segment."""
+    """Mean seconds per decode step in the last segment; None before the first."""
 
     @property
     def num_begun(self) -> int:
@@ -95,7 +95,7 @@ class WorkerState:
 
 
 class RowLimit(NamedTuple):
-    """The length of a row at which the policy must decide about it again."""
+    """The length or decoding time of a row at which the policy must decide about it again."""
 
     tokens: float
     seconds: float
@@ -270,7 +270,7 @@ class SchedulingPolicy(ABC):
         return []
 
     def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:
-        """Returns the length at which the policy must decide about a row again; None = no limit."""
+        """Returns the limit at which the policy must decide about a row again; None = no limit."""
         return None
 
 

@@ -156,7 +156,7 @@ class RayWorker(RolloutWorker):
     """Information about the actor, once it has started."""
     _actor: Any = None
     _rows: dict[str, RolloutSequence] = field(default_factory=dict)
-    """Rows in its slots, by name."""
+    """Name -> row in one of its slots."""
     _compiled: list[tuple[SamplingRules, bool]] = field(default_factory=list)
     _startup: list[Any] = field(default_factory=list)
     """Unfinished calls of `get_info` and `compile`."""
@@ -165,7 +165,7 @@ class RayWorker(RolloutWorker):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices in this process: none."""
+        """0, because the devices belong to the actor's process."""
         return 0
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
