@@ -83,8 +83,8 @@ def export(
     (which `only_adapters` needs), the untrained model of `model.path` is written.
 
     Raises:
-        InputError: checkpoint, settings and model do not match, `out` cannot be created, or with `only_adapters` there
-            are no adapters or PEFT could not load their base model; nothing is written.
+        InputError: checkpoint, settings and model do not match; `out` cannot be created; or, with `only_adapters`,
+            there are no adapters or PEFT could not load their base model. Nothing is written then.
     """
     start, out = time.perf_counter(), out.expanduser().absolute()
     check_new_folder(out)

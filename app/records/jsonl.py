@@ -70,7 +70,7 @@ def read_jsonl_tolerant(
 
 
 def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str, Any]:
-    """Returns the object in one line; see `read_jsonl` for `reads_nan`. Errors start with `where`."""
+    """Parses the object in a line of JSON Lines; see `read_jsonl` for `reads_nan`. Errors start with `where`."""
     try:
         # Without the newline, so that an error at the end of the line is not at column 1 of the next.
         value = json.loads(raw.decode("utf-8").rstrip("\r\n"))

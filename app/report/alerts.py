@@ -1,7 +1,7 @@
 """Alerts about common failures of reinforcement learning, detected in the metrics of a run.
 
-A rule is a pure function of the steps so far. Thresholds are constants, each with its reason. They are
-chosen so that a run that learns raises no alert: people ignore alerts that are often wrong.
+A rule is a pure function of the steps so far. Thresholds are constants, each with its reason. They are chosen so that a
+run that learns raises no alert: people ignore alerts that are often wrong.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _read_metrics(path: Path) -> list[MetricsRecord]:
 
 
 def sample_files(folder: Path) -> dict[int, Path]:
-    """Returns the files of samples by step, oldest first."""
+    """Maps each step to its file of samples, in the order of the steps."""
     if not folder.is_dir():
         return {}
     files = {step: path for path in folder.iterdir() if (step := step_of_samples(path)) is not None}

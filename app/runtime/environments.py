@@ -54,7 +54,7 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
 
 
 def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
-    """Returns what in `env.*` determines the samples, as name -> JSON value; empty without an environment."""
+    """Returns what in `env.*` determines the samples, as name -> JSON value; empty without environment and tools."""
     if not env.is_used:
         return {}
     played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS))

@@ -79,7 +79,7 @@ def open_continuous_batching(
 def open_workers(
     settings: Settings, tokenizer: Tokenizer, conversion: DecodeConversion, *, devices: Sequence[int]
 ) -> RolloutWorkerPool | None:
-    """Opens the workers of `rollout.workers`; returns None if `rollout.scheduler` is null. Compiles nothing.
+    """Opens the workers of `rollout.workers`; returns None if the settings use no workers. Compiles nothing.
 
     Each host has its own workers and scheduler.
 

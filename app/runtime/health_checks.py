@@ -47,7 +47,7 @@ def check_rewards(scored: RewardedSamples) -> None:
 
 
 def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) -> None:
-    """Like `check_rewards`, but also raises RewardError for a negative reward or, with `parts`, a negative part."""
+    """Calls `check_rewards`, and raises RewardError for a negative reward or, with `parts`, a negative part."""
     check_rewards(scored)
     smallest = min((s.reward for s in scored.samples if s.reward is not None), default=0.0)
     if parts:

@@ -41,7 +41,7 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
     """Writes the file of commits that `pin_revisions` reads.
 
     Args:
-        commits: the commit of each section's model; None for models that are not from the hub.
+        commits: the commit of the model in each section of the settings; None for models that are not from the hub.
     """
     records = {
         section: {"path": getattr(getattr(settings, section), MODEL_FIELDS[section]), "commit": commit}

@@ -54,7 +54,7 @@ class Session:
     continuous_batching: ContinuousBatchGenerator | None
     """Generator with decode slots; None if only workers generate, or nothing does."""
     workers: RolloutWorkerPool | None
-    """Workers that generate in place of the slots; None unless `rollout.scheduler` is set."""
+    """Workers that generate in place of the slots; None if the settings use no workers."""
     generation_notes: tuple[str, ...]
     """Notes for users about the mesh of generation and the chosen numbers of slots and KV blocks."""
 

@@ -229,7 +229,7 @@ class RunMirror:
         self._is_compared = True
 
     def _write_files(self, *, everything: bool) -> None:
-        """Writes files that have changed; `everything` includes files that were uploaded too recently."""
+        """Writes files that have changed; with `everything`, even files that are not due yet."""
         root = str(self._run.path)
         for folder, children, names in os.walk(root):
             prefix = folder[len(root) + 1 :]

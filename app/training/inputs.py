@@ -88,7 +88,7 @@ class TrainingInputs:
 
     @property
     def model_commits(self) -> dict[str, str | None]:
-        """Hub commit of each section's model; None for models that are not from the hub."""
+        """Hub commit of the model in each section of the settings; None for models that are not from the hub."""
         reward, teacher = self.reward_model, self.teacher
         return {
             "model": self.model.files.commit,

@@ -145,7 +145,7 @@ def prepare_run(
 
 
 def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
-    """Raises InputError if `algorithm.mini_batch_prompts` is set by its name in verl on several hosts."""
+    """Raises InputError if there are several hosts and `algorithm.mini_batch_prompts` is set by its name in verl."""
     field = "algorithm.mini_batch_prompts"
     alias, count = resolved.aliases.get(field), resolved.settings.algorithm.mini_batch_prompts
     if alias is not None and count is not None and num_hosts > 1:

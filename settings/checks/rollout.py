@@ -1,4 +1,4 @@
-"""Checks of workers, chat template, environments and staleness; they yield messages like `settings.checks.training`."""
+"""Checks of workers, chat template, environments and staleness; messages are as in `settings.checks.training`."""
 
 from __future__ import annotations
 

@@ -62,10 +62,11 @@ def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
 
 
 def without_derived(file: ConfigFile) -> ConfigFile:
-    """Returns a run's `settings.yaml`, reduced to what its user set, as the base of a new run.
+    """Returns a run's `settings.yaml` as the base of a new run, without most values that its user did not set.
 
     The file has a value for every setting. If all were kept, a new `algorithm.name` would run with the estimator, clip
-    and aggregation of the old one, and the new run would wait for the old run's hosts.
+    and aggregation of the old one, and the new run would wait for the old run's hosts. The name and `MODEL_DEFAULTS`
+    are kept.
 
     Raises: InputError if the file is invalid.
     """

@@ -256,7 +256,7 @@ class RolloutSettings(Section):
     def rows_together(self) -> int | None:
         """Number of rows in each matmul of a decode step, so that workers with different slot counts round alike.
 
-        None if all workers have the same number of slots, or if samples need not be bitwise reproducible.
+        None if all workers have the same slots and lengths, or if samples need not be bitwise reproducible.
         """
         fast, heavy = self.workers.fast, self.workers.heavy
         has_both = fast.count > 0 and heavy.count > 0
