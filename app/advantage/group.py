@@ -1,4 +1,4 @@
-"""Group-relative advantages: compare each reward with the rewards of the other samples of the same prompt.
+"""Group-relative advantages: each reward is compared with the rewards of the other samples of the same prompt.
 
 Groups are given by id and may differ in size, as samples can be dropped. The advantage is exactly 0 in a group of one
 sample and in a group whose rewards are all equal.

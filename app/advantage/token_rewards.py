@@ -1,6 +1,6 @@
-"""Rewards per token: the sample's reward on its last token, and a KL penalty, possibly adaptive, on all tokens.
+"""Rewards per token: the sample's reward on the policy's last token, and a KL penalty on every token of the policy.
 
-The penalty may be applied to the advantages instead.
+The penalty may be applied to the advantages instead, and its coefficient may adapt to a target KL.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ OPTION = "--checkpoint"
 
 @dataclass(frozen=True)
 class PolicyCheckpoint:
-    """A checkpoint of which only the metadata has been read, without using a device."""
+    """A checkpoint whose arrays are read on request. Opening it reads only metadata, and uses no device."""
 
     path: Path
     """The checkpoint's folder, `<run>/checkpoints/<step>`."""

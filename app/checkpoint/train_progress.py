@@ -32,7 +32,7 @@ class OtherVersionError(Exception):
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """The position of a run, apart from its weights. All randomness follows from the run's seed and these fields."""
+    """The progress of a run, apart from its networks. All randomness follows from the run's seed and these fields."""
 
     step: int
     """Number of completed training steps; the next step samples with this policy version."""

@@ -1,4 +1,4 @@
-"""Collectives over hosts for values in host memory: numbers, byte strings, errors and samples."""
+"""Collectives over hosts for values in host memory: arrays, byte strings, JSON values and errors."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def decode_step(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B D"], KVCache, Int32[Array, "L B k"] | None]:
-    """Decodes one token per slot at its position; returns the hidden states, the updated cache, and the routes.
+    """Runs the network on one token per slot; returns the hidden states, the updated cache, and the routes.
 
     Routes are None for a model without experts.
 

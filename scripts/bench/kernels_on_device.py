@@ -4,7 +4,7 @@
 
 Kernels and XLA compute in bfloat16. Errors are relative to float32 at the highest precision; a kernel's error must be
 at most 1.5 times XLA's. Decoding computes one token for each of `--rows` rows, filled to random lengths of at most
-`--length`, with a paged KV cache; the read column compares its rate of reading keys and values with a plain read of as
+`--length`, with a paged KV cache; its read column compares the rate of reading keys and values with a plain read of as
 many bytes. Scoring and update use a row of 8,192 packed tokens. Experts have the sizes of Qwen3-30B-A3B, with 8 experts
 per token; their read column is the rate of reading all matrices.
 """

@@ -9,8 +9,8 @@ normalization of Qwen's tokenizer and the digit splitting of SmolLM2's, and tran
 ids of a prompt may differ at decomposed letters or at two spaces before a digit.
 
 PYTHON is an interpreter with llama-cpp-python. llama.cpp gets the weights as float32 in a temporary file: its matmuls
-with quantized weights also quantize the activations, so texts would differ after near ties (with SmolLM2, only 11 of 16
-texts are then equal, and the two logits differ by at most 0.21). The exit code is 1 if a bound is violated.
+with quantized weights also quantize the activations, so texts would differ after tokens with nearly equal logits (with
+SmolLM2, only 11 of 16 texts are then equal). The exit code is 1 if a bound is violated.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def from_hf_layout(tensor: np.ndarray, path: ParamPath, shape: tuple[int, ...]) 
 
 
 def expected_tensors(definition: DecoderDefinition) -> list[TensorEntry]:
-    """Returns every tensor that the architecture needs, in the order of the layers."""
+    """Returns every tensor that the architecture needs: first those outside the layers, then layer by layer."""
     flat = flatten_by_path(definition.unquantized.shapes)
     entries = [
         TensorEntry(name, path, None, hf_tensor_shape(path, flat[path].shape))

@@ -13,7 +13,7 @@ from itertools import chain
 
 
 class BlockPool:
-    """Counts how many rows and cached prompts refer to each block.
+    """Allocates blocks, and counts how many rows and cached prompts refer to each.
 
     If blocks run out, cached prompts that would free some are dropped, least recently used first.
     """
