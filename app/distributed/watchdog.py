@@ -44,7 +44,7 @@ class Watchdog:
     """Context manager whose thread ends the process if a phase exceeds its limit.
 
     Args:
-        phase_s: the limit `watchdog.phase_s`. The first pass of a phase may take twice as long, because it compiles.
+        phase_s: limit of a phase (`watchdog.phase_s`); None = no limit. It is doubled for the first pass, which compiles.
         crash_dir: directory for the stack traces, in addition to stderr.
         status_board: board for the notice that makes the other hosts show their stack traces too.
     """

@@ -56,7 +56,7 @@ def constant_length(sample: Sample, totals: StepTotals, *, num_tokens: int) -> F
     """Gives each token the weight 1 / (samples of the step * num_tokens), which does not depend on its sample's length.
 
     `num_tokens` is the maximum completion length, a constant of the run: a length measured in the step would
-    reintroduce a bias by length. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
+    reintroduce a length bias. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
     """
     return sequence_mean_token_sum(sample, totals) / np.float32(num_tokens)
 
