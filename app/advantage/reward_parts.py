@@ -41,7 +41,7 @@ class RewardParts:
         return parts
 
     def assign(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples with advantages A_i / (std(A) + 1e-6), where A_i is the sum of `advantages_of` over the parts.
+        """Returns the samples with advantages A_i / (std(A) + 1e-6), where A_i sums `advantages_of` over the parts.
 
         The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts. Nothing is
         subtracted: the mean of A is 0 in every group. All hosts must call it together.

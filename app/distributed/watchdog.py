@@ -44,7 +44,7 @@ class Watchdog:
     """Context manager whose thread ends the process if a phase exceeds its limit.
 
     Args:
-        phase_s: limit of a phase (`watchdog.phase_s`); None = no limit. It is doubled for the first pass, which compiles.
+        phase_s: limit of a phase (`watchdog.phase_s`); None = no limit. Doubled for the first pass, which compiles.
         crash_dir: directory for the stack traces, in addition to stderr.
         status_board: board for the notice that makes the other hosts show their stack traces too.
     """

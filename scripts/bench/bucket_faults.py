@@ -3,7 +3,8 @@
 A bucket server runs on this machine. Between it and the run, a proxy delays, cuts, resets and stalls connections at
 random. The run is killed or gets SIGTERM at a random moment, also while it starts, downloads or ends. Then its disk
 is emptied, kept, or kept with a damaged checkpoint, and the same command continues with `--resume auto` until the run
-is complete. Finally its weights and metrics are compared bit for bit with a run without a bucket, and the next run starts.
+is complete. Finally its weights and metrics are compared bit for bit with those of a run without a bucket, and the next
+run starts.
 
     python scripts/bench/bucket_faults.py s3|gs [--kills 50] [--minutes 60] [--seed 0] [--out FILE]
 
