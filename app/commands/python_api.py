@@ -171,7 +171,7 @@ def _argument(option: re.Match[str]) -> str:
 
 
 def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
-    """Returns a reward as an item of `reward.functions`, and adds a Python function to `callables` by name."""
+    """Returns a reward as an item of `reward.functions`, and adds a Python function, with its name, to `callables`."""
     item = reward if isinstance(reward, Mapping) else {"function": reward}
     function = item.get("function")
     if not callable(function):

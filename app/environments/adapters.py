@@ -69,7 +69,7 @@ class AdaptedEnvironment:
 
     Args:
         environment: the user's object; None with tools only.
-        tools: the tools of `env.tools` by name; the environment never gets calls of these.
+        tools: maps the names in `env.tools` to the tools; the environment never gets calls of these.
 
     Raises:
         LoadError: the object is not an environment.
@@ -79,7 +79,7 @@ class AdaptedEnvironment:
         self._environment = environment
         self._has_step = hasattr(environment, "step")
         self.tools = dict(tools)
-        """The tools that are described to the policy, by name."""
+        """Maps names to the tools that are described to the policy."""
         self._is_reset = False
         if environment is None:
             return

@@ -110,7 +110,7 @@ class EpisodePool(Pool):
         """Called in the pool's thread after each reply."""
         self._new_episode = partial(EpisodeJob, timeout_s=episode_timeout_s)
         self._episodes: dict[str, EpisodeJob] = {}
-        """Episodes that are neither over nor abandoned, by key. Only the pool's thread uses them."""
+        """Maps keys to the episodes that are neither over nor abandoned. Only the pool's thread uses it."""
         self._replies: list[EpisodeReply] = []
         self._is_woken = False
         super().__init__(

@@ -167,7 +167,7 @@ class EvaluationResults:
     num_samples: int
     """Samples per prompt."""
     groups: Mapping[str, Sequence[Sample]]
-    """Samples by the uid of their prompt."""
+    """Maps the uid of each prompt to its samples."""
 
     @property
     def label(self) -> str:

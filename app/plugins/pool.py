@@ -114,7 +114,7 @@ class Job(ABC):
 
 
 class Worker(WorkerProcess):
-    """A worker process and the jobs assigned to it, by job number."""
+    """A worker process and the jobs assigned to it."""
 
     def __init__(self, program: str, environment: Mapping[str, str], *, is_retry: bool) -> None:
         super().__init__(program, environment)

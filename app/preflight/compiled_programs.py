@@ -59,8 +59,8 @@ class CompiledProgram:
     padding_bytes: int
     """Bytes by which padding enlarges the arguments: a TPU pads dims to its tile size."""
     collective_bytes: Mapping[str, int] | None
-    """Bytes that each TPU device sends, by kind of collective. They are for one call with the fullest rows, or for one
-    token of all rows if the program is `decode`. None for other devices."""
+    """Maps kinds of collectives to the bytes that each TPU device sends in one call with the fullest rows, or, if the
+    program is `decode`, for one token of all rows. None for other devices."""
     compile_s: float
 
 

@@ -325,7 +325,7 @@ def _open_session(
 
 
 def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) -> dict[str, str]:
-    """Returns fingerprints, by name, of the files and inputs on this host that must be equal on all hosts."""
+    """Returns named fingerprints of the files and inputs on this host that must be equal on all hosts."""
     facts = file_fingerprints(settings, run)
     has_networks = _has_other_networks(settings, inputs)
     has_reward_model = inputs.reward_model is not None or settings.reward.model is None

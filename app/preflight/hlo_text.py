@@ -116,7 +116,7 @@ class Collective(NamedTuple):
 
 
 class HloProgram:
-    """The computations of a compiled program by name, each with its instructions in scheduled order."""
+    """The named computations of a compiled program, each with its instructions in scheduled order."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
@@ -162,7 +162,7 @@ class HloProgram:
         """Returns a loop's number of iterations, from its HLO text or, for a data-dependent loop, from `turns`.
 
         Args:
-            turns: number of iterations of data-dependent loops, by name scope.
+            turns: maps the name scope of a data-dependent loop to its number of iterations.
 
         Raises:
             InputError: the number of iterations is unknown.
@@ -182,12 +182,12 @@ class HloProgram:
         return int(count)
 
     def sent_bytes(self, turns: Mapping[str, int], *, turn_of: str | None = None) -> Counter[str]:
-        """Returns the bytes that each device sends, by kind of collective, in one call of the program.
+        """Returns, for each kind of collective, the bytes that each device sends in one call of the program.
 
         Of a conditional, only the branch that sends the most is counted.
 
         Args:
-            turns: number of iterations of data-dependent loops, by name scope.
+            turns: maps the name scope of a data-dependent loop to its number of iterations.
             turn_of: name scope of a loop, to count one of its iterations instead of the whole call.
         """
         return self._sent_bytes(self.computation_of(turn_of), turns)

@@ -52,7 +52,7 @@ NUM_TOP_TOKENS = 5
 USABLE_MEMORY_FRACTION = 0.9
 """Fraction of a device's memory for weights; the rest is for activations and temporaries."""
 MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
-"""Maximum number of parameters of a model to load, by platform; loading that many takes about half a minute."""
+"""Maps a platform to the maximum number of parameters to load; loading that many takes about half a minute."""
 
 
 def check_chat_template(

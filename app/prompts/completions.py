@@ -103,7 +103,7 @@ def encode_completions(
 
     Args:
         max_tokens: maximum number of tokens of a completion; longer ones are left out.
-        places: file and line of each row, by the prompt's uid, for errors.
+        places: maps the uid of a prompt to the file and line of its row, for errors.
 
     Raises:
         InputError: see `CompletionEncoder.encode`; or all completions are too long, or with `data.overlong_prompts:

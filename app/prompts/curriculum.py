@@ -29,7 +29,7 @@ class PassRateOrder:
     drawing by one sort.
 
     Args:
-        uids: uid of each prompt, by row index.
+        uids: the uid of the prompt in each row.
         rows: the row indices of each source.
         shares: the fraction of prompts to draw from each source, up to a common factor.
     """

@@ -1,4 +1,4 @@
-"""The identity of a computation: everything that determines its result, as JSON values by name."""
+"""The identity of a computation: everything that determines its result, as named JSON values."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class PartialSamples:
         return json.dumps({"format": FORMAT, "identity": dict(self.identity)})
 
     def read(self, prompts: Sequence[Prompt], *, num_samples: int) -> dict[str, Sample]:
-        """Returns the samples of the prompts, by uid, from the part files visible to this host.
+        """Returns the samples of the prompts in the part files visible to this host, with their uids as keys.
 
         Damaged lines are skipped.
 

@@ -89,7 +89,7 @@ class Episode:
     """Why the episode ended: `terminated` or `truncated` by the environment, `turns` (env.max_turns), `turn_tokens`
     (env.max_turn_tokens), `tokens` (rollout.max_new_tokens), `observation` (it did not fit), or `dropped`."""
     scores: Mapping[str, FiniteFloat] = field(default_factory=dict)
-    """Parts of the reward that the environment gave for the whole episode, by name."""
+    """Named parts of the reward that the environment gave for the whole episode."""
 
     @property
     def reward(self) -> float:

@@ -37,7 +37,7 @@ def code_digest() -> str:
 
 
 def program_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of Python and packages, and the code digest, by display name."""
+    """Maps display names to the versions of Python and the packages, and to the code digest."""
     return {
         "version of Python": platform.python_version(),
         **{f"version of {name}": version_of(name) for name in packages},

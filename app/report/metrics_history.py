@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 MetricsRecord = Mapping[str, Any]
-"""One line of `metrics.jsonl`: `step`, and the metrics by name."""
+"""One line of `metrics.jsonl`: maps `step` and the names of metrics to their values."""
 History = Sequence[MetricsRecord]
 EVAL_PROMPTS = "eval/num_prompts"
 """The number of prompts of an evaluation, which determines the noise of its other metrics."""

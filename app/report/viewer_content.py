@@ -108,7 +108,7 @@ def _add_evaluations(viewer: ViewerContent, files: Mapping[int, Path], quota: in
 
 
 def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
-    """Returns, by step, the samples of enough files to fill the quota; the files are spread evenly over the run."""
+    """Maps steps to the samples of enough files to fill the quota; the files are spread evenly over the run."""
     steps = sorted(files)
     newest = _read_samples(viewer, steps[-1], files[steps[-1]])
     count = min(max(MIN_FILES, -(-quota // max(len(newest), 1))), len(steps))

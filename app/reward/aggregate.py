@@ -63,7 +63,7 @@ class RewardFunctionCounts:
     num_errors: int
     num_abstained: int
     extras: Mapping[str, tuple[float, int]]
-    """Sum and count of each additional metric returned by the function, by name."""
+    """Maps each additional metric that the function returned to the sum and count of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def aggregate_rewards(
 def _failures(
     index: int, outcomes: Mapping[str, Sequence[RewardOutcome]], when_all_abstain: Failure | None
 ) -> dict[str, Failure]:
-    """Returns a sample's failures by function; if all functions abstained, one failure under the empty name."""
+    """Maps the functions that failed on a sample to their failures; if all abstained, the empty name to one failure."""
     if when_all_abstain and all(o[index].abstained for o in outcomes.values()):
         return {"": when_all_abstain}
     return {name: failure for name, o in outcomes.items() if (failure := o[index].failure)}

@@ -42,7 +42,7 @@ TASKS = {
     "gsm8k": Task(gsm8k.extract, gsm8k.parse_reference, gsm8k.is_formatted),
     "arithmetic": Task(last_number, parse_number, lambda completion: _INTEGER.fullmatch(completion) is not None),
 }
-"""The tasks by name. Each has two reward functions: `<task>` for correctness and `<task>_format`."""
+"""Maps names to tasks. Each has two reward functions: `<task>` for correctness and `<task>_format`."""
 
 FORMAT_SUFFIX = "_format"
 

@@ -169,7 +169,7 @@ def _quote_names(names: Sequence[str]) -> str:
 
 
 def build_arguments(signature: PlugInSignature, samples: Sequence[Sample], columns: DataColumns) -> dict[str, Any]:
-    """Returns the arguments of a call by name: lists in batch style, else the values of the single sample.
+    """Returns the keyword arguments of a call: lists in batch style, else the values of the single sample.
 
     Completions are shortened to their last `MAX_CHARACTERS`. `TRAINER_ARGUMENTS` are not included.
     """

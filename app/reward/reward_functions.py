@@ -193,7 +193,7 @@ class RewardFunctions:
     def compute_rewards(
         self, samples: Sequence[Sample], step_info: StepInfo, *, model_outcomes: Sequence[RewardOutcome] | None = None
     ) -> RewardedSamples:
-        """Returns samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + length penalty.
+        """Returns samples with unweighted `rewards`, and with `reward` = sum of weight * value + length penalty.
 
         If turns are rewarded, they also have `token_rewards`.
 

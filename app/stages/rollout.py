@@ -222,7 +222,7 @@ def _generate(
     """Yields this host's samples in prompt order, and appends each new one to the part file when it finishes.
 
     Args:
-        finished: samples of an earlier, killed rollout by uid, which are not generated again.
+        finished: maps uids to the samples of an earlier, killed rollout, which are not generated again.
         policy_version: the training step of the weights, on which the random numbers of sampling depend.
     """
     # A host without prompts still samples one and drops the results, to avoid a special case of an empty queue.
@@ -327,7 +327,7 @@ class PromptShard:
 def rollout_identity(
     settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
 ) -> Identity:
-    """Returns everything that determines the samples, by name. Starts the devices if they have not been started."""
+    """Returns named values of everything that determines the samples. Starts the devices if needed."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)

@@ -148,7 +148,7 @@ class Bucket:
             return [path.split("/")[-2] for path in self._call("glob", f"{self._root}/{pattern}/sessions.jsonl")]
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Returns the bytes of each object in `folder`, by its path relative to this bucket folder."""
+        """Maps each object in `folder`, as a path relative to this bucket folder, to its size in bytes."""
         found = self._call("find", f"{self._root}/{folder}".rstrip("/"), detail=True)
         return {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
 
@@ -184,7 +184,7 @@ class Bucket:
 
 
 def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[str]]:
-    """Returns the names of the objects of each complete checkpoint, by step; `sizes` is `bucket.sizes()`."""
+    """Maps the step of each complete checkpoint to the names of its objects; `sizes` is `bucket.sizes()`."""
     found = {}
     for name in sizes:
         step = name.removeprefix("checkpoints/").removesuffix(MARKER)

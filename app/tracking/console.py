@@ -37,7 +37,7 @@ def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: 
     """Formats the main metrics of a step and the remaining time as one line.
 
     Args:
-        metrics: the metrics by name; the policy's metrics are None while only the critic is trained.
+        metrics: maps names to values; the policy's metrics are None while only the critic is trained.
         left_s: estimated seconds until the run ends.
     """
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]

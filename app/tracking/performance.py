@@ -31,7 +31,7 @@ PEAK_FLOPS = {
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Peak dense bfloat16 FLOP/s of a device, by prefix of its `device_kind`. Source: the vendors' data sheets."""
+"""Maps a prefix of `device_kind` to the peak dense bfloat16 FLOP/s of a device. Source: the vendors' data sheets."""
 
 
 class NetworkPass(NamedTuple):

@@ -42,7 +42,7 @@ class Timeline:
     figures: str
     """The metrics of the schedule as two lines of text."""
     slots: dict[str, int]
-    """Number of slots of each worker, by the worker's name."""
+    """Maps the name of each worker to its number of slots."""
     spans: Sequence[Span]
     makespan_s: float
     last_verdict_s: float | None

@@ -86,9 +86,9 @@ class RunMirror:
         self._owner = uuid.uuid4().hex
         self._lease, self._renewed, self._num_renewals = threading.Lock(), 0.0, 0
         self._sent: dict[str, tuple[int, int]] = {}
-        """Size and modification time of each file, by name, when it was last uploaded."""
+        """Maps the name of each file to its size and modification time when it was last uploaded."""
         self._due: dict[str, float] = {}
-        """Time before which a file, by name, is not uploaded again."""
+        """Maps the name of a file to the time before which it is not uploaded again."""
         self._begun: set[int] = set()
         """Steps for which the bucket has at least one file of a checkpoint."""
         self._steps: set[int] = set()

@@ -61,9 +61,9 @@ class StepGroups:
         self._filter, self._num_groups, self._max_rounds = group_filter, num_groups, max_rounds
         self._num_wanted = num_groups * jax.process_count()
         self._groups: dict[int, Group] = {}
-        """This host's groups of all rounds, by their index among the groups of all hosts."""
+        """Maps indices, which count the groups of all hosts, to this host's groups of all rounds."""
         self._kept: list[bool] = []
-        """Whether each group of all hosts is kept, by its index."""
+        """Whether each group of all hosts is kept, in the order of these indices."""
         self._seen_prompts: set[int] = set()
         self._num_rounds = 0
 
@@ -117,7 +117,7 @@ def _exchange_groups(
     """Returns (index, group) for this host's equal part of the chosen groups. All hosts must call it together.
 
     Args:
-        local_groups: all groups that this host has sampled, by index.
+        local_groups: maps indices to the groups that this host has sampled.
         numbers: indices of the chosen groups.
         num_groups: number of groups per host; in each round a host has this many consecutive indices.
     """

@@ -107,7 +107,7 @@ class LearnerGroup:
     max_rounds: int
     """Maximum number of rollout rounds per step; 1 without a filter."""
     score_batchers: Mapping[ScoredRole, MicroBatcher]
-    """Micro-batchers of the scoring passes, by role."""
+    """Maps each role to the micro-batcher of its scoring pass."""
     mini_batch_sampler: MiniBatchSplitter
     policy: Learner
     critic: Learner | None
@@ -157,7 +157,7 @@ class LearnerGroup:
 
     @property
     def shapes(self) -> NetworkStates:
-        """The shapes of the arrays in a checkpoint, by network; see `RunState.networks`."""
+        """The shapes of the arrays in a checkpoint, for each network; see `RunState.networks`."""
         return {name: learner.shapes for name, learner in self.networks.items()}
 
     @property

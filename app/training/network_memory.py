@@ -30,7 +30,7 @@ def _is_reference_away(session: ScoringSession) -> bool:
 def network_bytes(
     session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None = None
 ) -> MemoryBreakdown:
-    """Returns the bytes of weights and moments that stay on each device throughout the run, by buffer."""
+    """Returns the bytes of each buffer of weights or moments that stays on a device throughout the run."""
     sizes: MemoryBreakdown = {}
     sizes["weights"], sizes["optimizer"] = _learner_bytes(learning.policy)
     if learning.critic:

@@ -253,7 +253,7 @@ def _deciding_advantages(settings: Settings) -> tuple[Any, ...]:
 
 
 def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
-    """Returns the files of the steps `after_step` + 1 to `steps`, by step; a single file is for the first of them."""
+    """Maps the steps from `after_step` + 1 to `steps` to their files; a single file is for the first of them."""
     path = path.expanduser()
     if path.is_file():
         files = {after_step + 1: path}

@@ -231,7 +231,7 @@ def make_rollout_source(
 
     Args:
         max_rounds: maximum number of rounds per step.
-        pass_rates: pass rates that a resumed run's curriculum has observed, by prompt uid.
+        pass_rates: maps uids of prompts to the pass rates that a resumed run's curriculum has observed.
     """
     round_prompts = RoundPrompts(session.settings, prompts)
     source_class = AsyncRolloutSource if session.generates_async else SyncRolloutSource

@@ -1,4 +1,4 @@
-"""All settings by dotted name, and suggestions for misspelled names."""
+"""The dotted names of all settings, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ITEM_KEYS: dict[str, Iterable[str]] = {
 
 
 def value_of(settings: Settings, field: str) -> Any:
-    """Returns the value of a setting by its dotted name."""
+    """Returns the value of the setting with this dotted name."""
     return reduce(getattr, field.split("."), settings)
 
 

@@ -90,8 +90,8 @@ class DataSettings(Section):
     shuffle: bool = True
     """Whether every epoch has a new random order of prompts, determined by `run.seed`."""
     curriculum: Literal["none", "pass_rate"] = "none"
-    """`pass_rate` samples prompts that the policy solves sometimes more often than prompts that it always or never
-    solves. `none` uses each prompt once per epoch."""
+    """`pass_rate` samples a prompt more often if the policy solves it sometimes than if it solves it always or never.
+    `none` uses each prompt once per epoch."""
     difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=3)], ...], Field(min_length=1, strict=False)] = (1, 2)
     """Levels of the problems of the arithmetic generator, from 1 to 3; a problem of level n has numbers of up to n
     digits."""

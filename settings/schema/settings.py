@@ -87,7 +87,7 @@ class Settings(BaseSettings):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights, by name, of the parts of the reward whose weight is not 0; the length penalty has weight 1."""
+        """Maps each part of the reward to its weight, unless that is 0; the length penalty has weight 1."""
         weights = {function.name: function.weight for function in self.reward.functions}
         weights |= {ENVIRONMENT_REWARD: self.env.weight} if self.env.source is not None else {}
         weights |= {MODEL_REWARD: self.reward.model_weight} if self.reward.model is not None else {}
@@ -96,7 +96,7 @@ class Settings(BaseSettings):
 
     @property
     def compared_parts(self) -> dict[str, float]:
-        """Weights of the parts of the reward that are compared separately; empty if their sum is compared."""
+        """Maps the separately compared parts of the reward to their weights; empty if their sum is compared."""
         return self.reward_weights if self.algorithm.reward_normalization == "each_first" else {}
 
     @property
