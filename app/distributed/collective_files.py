@@ -77,7 +77,7 @@ def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Pa
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    Process 0 writes the file; only it needs the folder. With several hosts, it holds one part of each in memory.
+    Process 0 writes the file; only it needs the folder. With several hosts, it holds one part per host in memory.
 
     Args:
         parts: this host's lines of each part; all hosts must have the same number of parts.

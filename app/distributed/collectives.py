@@ -161,7 +161,7 @@ def error_barrier() -> Iterator[None]:
     """Returns a context manager: if the block raises on any process, it raises on every process.
 
     Every host must enter the block, and the block must not contain a collective. A single process does not initialize
-    JAX.
+    JAX. An error of the JAX runtime is raised at once, and only on its own process.
 
     Raises:
         InputError: the block raised an InputError on another host.

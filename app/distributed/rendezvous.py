@@ -136,8 +136,8 @@ def verify_processes(member: ClusterMember, *, timeout_s: float) -> None:
 def resolve_bind_address(address: str) -> str:
     """Returns the `host:port` on which process 0 listens: the configured address, not every interface.
 
-    If /etc/hosts maps the name to loopback, as on Debian, other hosts resolve it to another address: process 0 then
-    listens on every interface.
+    `BIND_ADDRESS_VARIABLE` takes precedence. If /etc/hosts maps the name to loopback, as on Debian, other hosts resolve
+    it to another address: process 0 then listens on every interface.
 
     Raises:
         InputError: the name cannot be resolved.

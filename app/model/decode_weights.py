@@ -168,7 +168,7 @@ def abstract_decode_weights(
 
 
 def transferred_bytes(definition: DecoderDefinition, training: Mesh, generating: Mesh, dtype: jnp.dtype) -> int:
-    """Returns the bytes that each device receives in a `DecodeConversion`.
+    """Returns the bytes that the busiest device receives in a `DecodeConversion`.
 
     Weights are gathered on the training mesh, already in the compute dtype, and then moved to the generation mesh. The
     result is a lower bound if tp is larger in generation than in training.

@@ -35,10 +35,11 @@ def segment_limits(
 ) -> SegmentLimits:
     """Returns the limits of a worker's next segment.
 
-    Without waiting samples, the length is clamp(capacity / num_active, min, max) tokens. Otherwise
-    let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row finishes at a
-    step. A segment of L steps loses o / L per step to its fixed cost, and h L / 2 to finished rows that wait for its
-    end. The sum is smallest at L = sqrt(2 o / h), when num_active h L rows have finished.
+    Without waiting samples, the length is clamp(capacity / num_active, min, max) tokens, and the segment ends early
+    when the next smaller program fits. Otherwise let o be the fixed cost of a segment in decode steps, and h = 1 / mean
+    length the chance that a row finishes at a step. A segment of L steps loses o / L per step to its fixed cost, and
+    h L / 2 to finished rows that wait for its end. The sum is smallest at L = sqrt(2 o / h), which becomes the length
+    (clamped); the segment ends early when num_active h L rows have finished.
 
     Source: the P-DSR design, "Budget-Aware Segment Rollout", for the first rule.
 
