@@ -30,7 +30,7 @@ from app.plugins.values import (
 )
 
 MAX_CHARACTERS = 2**20
-"""Maximum characters of an observation, before it is cut to `env.max_observation_tokens`."""
+"""Maximum number of characters of an observation before it is cut to `env.max_observation_tokens`."""
 NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods of TRL's environments that the policy cannot call."""
 

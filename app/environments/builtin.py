@@ -16,13 +16,13 @@ from app.reward.gsm8k import parse_reference
 from app.reward.numbers import last_number, parse_number
 
 MAX_EXPRESSION = 200
-"""Maximum characters of an expression."""
+"""Maximum number of characters of an expression."""
 OPERATIONS: dict[type, Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
     **{ast.UAdd: operator.pos, ast.USub: operator.neg},
 }
 INLINE_CALL = re.compile(r"<<(?P<expression>[^<>=\n]{1,200})(?:=[^<>\n]*)?(?:>>)?\s*\Z")
-"""A call at the end of a turn, as in the solutions of GSM8K: `<<47*38`, `<<47*38>>` or `<<47*38=1786>>`."""
+"""Matches a call at the end of a turn, as in the solutions of GSM8K: `<<47*38`, `<<47*38>>` or `<<47*38=1786>>`."""
 
 
 def calculator(expression: str) -> str:

@@ -124,7 +124,7 @@ def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:
 
 
 def estimate_metrics(table: PromptTable, *, num_samples: int) -> dict[str, MetricEstimate]:
-    """Returns the means over prompts, and the accuracy at each difficulty if the data have difficulties.
+    """Returns each metric's mean over the prompts, and the accuracy at each difficulty if the data have difficulties.
 
     Accuracy covers the samples with a value from the judge. The format rate is None unless the judge is a built-in
     task: only tasks define a format. pass@k is None if the judge gives values other than 0 and 1.

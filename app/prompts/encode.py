@@ -109,7 +109,7 @@ def encode_prompts(
 
     Raises:
         InputError: see `encode_prompt`; or a prompt is too long and `data.overlong_prompts` is `error`, a prompt has
-            more than a million characters, it or its answer is not Unicode text, or no prompt is left.
+            more than a million characters or no tokens, it or its answer is not Unicode text, or no prompt is left.
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
     for row in rows:

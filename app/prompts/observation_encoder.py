@@ -22,7 +22,7 @@ PROBE = "dummyobservation"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 """Empty thinking block, which Qwen3's template adds only to the last turn."""
 MAX_TOKEN_CHARACTERS = 128
-"""Assumed maximum characters of a token: a text with more than this times the token limit is cut before encoding."""
+"""Assumed maximum number of characters in a token: texts are cut to this times the token limit before encoding."""
 
 
 class ObservationEncoder:

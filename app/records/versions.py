@@ -54,7 +54,7 @@ def version_of(package: str) -> str:
 
 
 def minimum_versions(extra: str | None = None) -> dict[str, str]:
-    """Returns the lowest tested version of each package that the program, or one of its extras, requires."""
+    """Returns the lowest tested version of each package that the program, or its extra of this name, requires."""
     pyproject = SOURCE_ROOT / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]

@@ -20,9 +20,9 @@ except ModuleNotFoundError:  # RewardFunctions reports that the extra [math] is 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$")
-"""An escaped dollar sign, which math-verify would treat as the end of a formula, or ignore outside of formulas."""
+"""Matches an escaped dollar sign, which math-verify takes for the end of a formula, or ignores outside of formulas."""
 _DELIMITED = re.compile(r"\\boxed\s*\{|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
-"""Mathematics that math-verify finds in a text."""
+"""Matches mathematics that math-verify finds in a text."""
 
 
 def math_verify(completion: str, answer: str | float | Decimal) -> float:

@@ -143,7 +143,7 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
 
 
 def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """Makes an estimator use the advantages and returns saved in the samples; the KL coefficient still adapts."""
+    """Returns an estimator that uses the advantages and returns saved in samples; its KL coefficient still adapts."""
     return replace(
         estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False, parts=None, penalize=None
     )

@@ -221,7 +221,7 @@ def slot_shapes(
         setting: the setting that gives `num_slots`, for error messages.
         row_shards: number of devices over which the slots are split.
         num_blocks: number of KV blocks if `rollout.kv_blocks` is `auto`.
-        row_limit: maximum tokens of a row in these slots; None for no limit.
+        row_limit: maximum number of tokens in a row of these slots; None for no limit.
         is_tiny: whether programs take longer to compile than to run, so that each is compiled for only one size.
     """
     rollout = settings.rollout

@@ -14,7 +14,7 @@ MicroBatchScope = AlgorithmSettings | CriticSettings | MicroBatchSettings
 
 
 class MaxLengths(NamedTuple):
-    """Maximum tokens of a sample, and of a group, that a row must have space for."""
+    """Maximum numbers of tokens in a sample and in a group, for which a row must have space."""
 
     sample: int
     group: int = 0

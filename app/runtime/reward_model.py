@@ -118,7 +118,7 @@ class RewardModel:
 
     @property
     def max_conversation_length(self) -> int:
-        """Maximum tokens of a conversation that can be scored."""
+        """Maximum number of tokens in a conversation that can be scored."""
         context = self.spec.architecture.max_positions
         return (
             min(context, self.batcher.budget.row_length - 1) if isinstance(self.batcher, PackedRowBatcher) else context

@@ -39,7 +39,7 @@ ROW_NAMES = {"full": "full rows", "masked": "a mask", "packed": "packed samples"
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 21
 MIN_REPEAT_S = 1e-3
-"""Minimum seconds of a measurement; a shorter call is repeated, so that the clock's resolution does not matter."""
+"""Minimum duration of a measurement in seconds; shorter calls are repeated, because clocks have limited resolution."""
 MAX_CALL_S = 2.0
 """Seconds above which a call is timed only once; `NUM_REPEATS` repeats would take most of a minute."""
 MAX_TOKENS = 1 << 30
@@ -174,7 +174,7 @@ class Workload(NamedTuple):
     """Inputs of GAE in host memory, on which every backend is timed."""
 
     shape: BenchmarkShape
-    """Number of rows (in a packed row: of samples), and the maximum tokens of one."""
+    """Number of rows (in a packed row: of samples), and the maximum number of tokens in one."""
     rows: str
     row_tokens: int
     """Number of tokens of each row, without padding."""

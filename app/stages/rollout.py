@@ -175,7 +175,7 @@ def _write_samples(
 def _read_prompts(
     settings: Settings, model: ModelSpec, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
-    """Returns the first `limit` prompts of the file `prompts`, or of `data.source` if it is None."""
+    """Returns the first `limit` prompts of the file `prompts` (`data.source` if it is None), and a report on them."""
     data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
     dataset = load_training_data(data, seed=settings.run.seed)
     rows = dataset.rows[:limit]

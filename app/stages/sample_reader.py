@@ -29,7 +29,7 @@ WINDOW_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class SampleFileExtent:
-    """Number of samples in a file, and the maximum tokens of a sample and of a completion."""
+    """Number of samples in a file, and the maximum numbers of tokens in a sample and in a completion."""
 
     num_samples: int
     max_length: int

@@ -306,7 +306,7 @@ class WindowScorer:
 
 
 def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sample]) -> float:
-    """Returns the largest |logprob in a shared row - logprob in a separate row|, in nats, over all tokens.
+    """Returns the largest |logprob in a shared row - logprob in a separate row|, in nats.
 
     The shared row is packed in two ways: with the prompt repeated for each sample, and with one copy for all samples of
     a prompt. Only the first tokens of long samples are compared.

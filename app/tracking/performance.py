@@ -121,8 +121,8 @@ def make_step_flops(
 def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates: int = 0) -> NetworkPass:
     """Returns the FLOPs counter of a network's passes, including adapters and LM head.
 
-    A matrix needs twice the FLOPs of the forward pass in the backward pass; a frozen matrix needs the same FLOPs in
-    both, because it has no gradient.
+    In the backward pass, a trained matrix needs twice the FLOPs of the forward pass; a frozen matrix, which has no
+    gradient, needs as many as in the forward pass.
 
     Args:
         shares_prompts: whether the samples of a prompt share one computation of the prompt.

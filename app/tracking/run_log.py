@@ -76,7 +76,7 @@ def session_record() -> dict[str, Any]:
 
 
 class RunLog:
-    """Writes the metrics of each step to `metrics.jsonl`, TensorBoard and wandb.
+    """Writes a line per session to `sessions.jsonl`, and the metrics to `metrics.jsonl`, TensorBoard and wandb.
 
     Args:
         last_step: the last step whose metrics a resumed run keeps; None for a new run.

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 RENEW_S, LEASE_S = 10.0, 30.0
 """Seconds between renewals of a lease, and seconds after which a lease that is not renewed expires."""
 FINISH_S, STOP_S = 600.0, 25.0
-"""Maximum seconds to wait for the copy at the end of a finished run, and of a run that a signal or error ended."""
+"""Time limits in seconds for copying at the end of a finished run, and of a run that a signal or error ended."""
 MAX_DELAY_S = 60.0
-"""Maximum seconds before a failed write is tried again."""
+"""Maximum number of seconds before a failed write is tried again."""
 GROWTH_BYTES_PER_S = 1 << 20
 """Maximum average upload rate of a file that keeps changing: each upload sends it whole, so large files wait longer."""
 LEFT_OUT = frozenset({".lock", FETCHED, "checkpoints", "wandb"})
@@ -101,7 +101,7 @@ class RunMirror:
         self._problem: LeaseLostError | None = None
         self._behind_since: float | None = None
         self.timeout_s = FINISH_S
-        """Maximum seconds that the end of the `with` block waits for missing files."""
+        """Maximum number of seconds that the end of the `with` block waits for missing files."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
     def __enter__(self) -> RunMirror:

@@ -202,7 +202,7 @@ def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> Grou
 def longest_rows(
     session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
 ) -> list[tuple[Architecture, int]]:
-    """Returns each network that a run updates or scores with, and the maximum tokens of a row in that pass.
+    """Returns each network that a run updates or scores with, and the maximum number of tokens in a row.
 
     Conversations of a reward model are assumed to be no longer than samples unless rows have a token quota.
     """

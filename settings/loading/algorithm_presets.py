@@ -78,7 +78,7 @@ PRESET_FIELDS = tuple(field.name for field in fields(AlgorithmPreset) if field.n
 
 
 def estimator_defaults(estimator: str | None) -> dict[str, bool]:
-    """Returns the values that an estimator gives to the fields of `algorithm` that follow from it, if they are null."""
+    """Returns the values that an estimator gives to `algorithm.whiten_advantages` and `shuffle` if they are null."""
     has_critic = estimator in CRITIC_ESTIMATORS
     return {"whiten_advantages": has_critic or estimator == "reinforce_plus_plus", "shuffle": has_critic}
 
