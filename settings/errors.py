@@ -1,6 +1,7 @@
-"""Defines InputError, which reports invalid input, never bugs, and joins words for its messages."""
+"""Defines InputError, which reports invalid input, never bugs, and joins and replaces words in its messages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class InputError(ValueError):
@@ -15,3 +16,12 @@ def join_words(words: Iterable[object], *, last: str = "or") -> str:
     """Joins words for a message, as in `a, b or c`; `last` is the conjunction."""
     *most, final = map(str, words)
     return f"{', '.join(most)} {last} {final}" if most else final
+
+
+@contextmanager
+def renamed_in_errors(name: str, *, to: str) -> Iterator[None]:
+    """Returns a context manager in which each InputError names the setting or option `to` instead of `name`."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error).replace(name, to)) from error

@@ -17,7 +17,7 @@ from tests.tracking.buckets import bucket_server
 
 PLACE = "gs://bucket/place"
 ELSEWHERE = f"{PLACE}/file.jsonl"
-NO_ADDRESS = "expected a local path or a name, not an address (copy files from or to a bucket with `gcloud"
+NO_ADDRESS = "expected a local path or a name, not an address"
 
 
 @pytest.mark.parametrize(

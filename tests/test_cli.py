@@ -141,7 +141,7 @@ def test_presets_command_lists_each_preset_with_a_sentence_and_prints_one() -> N
         (("reward.functions=[gone.py:f]",), "reward.functions: gone.py:f: no such file: "),
         (("env.tools=[gone.py:f]",), "env.tools: gone.py:f: no such file: "),
         (("data.source=gone.jsonl", "eval.every_steps=0"), "data.source: "),
-        (("data.eval_source=gone.jsonl",), "data.source: "),
+        (("data.eval_source=gone.jsonl",), "data.eval_source: "),
         (("model.path=gone.gguf",), "model.path: 'gone.gguf' is neither"),
         (("reward.model=./gone",), "reward.model: './gone' is neither"),
         (("run.name=used",), "run.name: runs/used already holds a run; "),
@@ -163,7 +163,7 @@ def test_missing_inputs_of_commands_are_found_before_jax_is_loaded() -> None:
         ("gae --out new", "--input", "gone.jsonl"), ("train", "--from-rollouts", "gone"),
     ):  # fmt: skip
         answer = here(*command.split(), option, path)
-        hint = "; give the path of an existing one"
+        hint = "; correct the path"
         if path == best:
             why = "nothing was evaluated in that run, or nothing better than its start"
             hint = f"; {why}; give <run>/checkpoints/<step>"

@@ -182,7 +182,7 @@ class Checkpoints:
         try:
             record, reason = read_on_all_hosts(functools.partial(ProgressRecord.read, folder))
         except OtherVersionError as error:
-            raise InputError(f"--resume: {folder} {error}") from error
+            raise InputError(f"--resume: {folder} {error}, or start a run with another run.name") from error
         if record is None:
             _warn_damaged(step, reason)
         return record

@@ -70,10 +70,10 @@ class PolicyCheckpoint:
         try:
             record = ProgressRecord.read(folder)
         except OtherVersionError as error:
-            raise InputError(f"{OPTION}: {folder} {error}") from error
+            raise InputError(f"{OPTION}: {folder} {error}, or choose another checkpoint") from error
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{OPTION}: {folder} is damaged or not a checkpoint of this program ({error}); "
+                f"{OPTION}: {folder} cannot be read as a checkpoint of this program ({error}); "
                 f"choose another one in {folder.parent}"
             ) from error
         return cls(folder, record.progress, record.checksums)

@@ -25,9 +25,7 @@ class OtherVersionError(Exception):
     """The record is intact, but was written by another version of this program."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "was written by another version of this program; use that version, or start a run with another run.name"
-        )
+        super().__init__("was written by another version of this program; use that version")
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def _fetch(option: str, address: str) -> Path:
     from app.tracking.bucket import EXTRAS, Bucket, fetch_run
 
     if option in OUTPUTS:
-        raise InputError(f"{option}: {NO_ADDRESS}, got {address}")
+        raise InputError(f"{option}: {NO_ADDRESS}, got {address}; {COPYING}")
     if address.partition("://")[0] not in EXTRAS:
         raise InputError(f"{option}: expected a local path, or a run at gs:// or s3://, got {address}")
     # The run, or a path one or two levels below it: `<run>/checkpoints/<step>`.

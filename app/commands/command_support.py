@@ -215,7 +215,7 @@ def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> Non
 def require_input(option: str, path: Path) -> None:
     """Raises InputError if a path that an option names does not exist."""
     if not path.expanduser().exists():
-        hint = "give the path of an existing one"
+        hint = "correct the path"
         # A run may have no best checkpoint, so this is not reported as a typo.
         if path.name == BEST_LINK and path.parent.is_dir():
             hint = "nothing was evaluated in that run, or nothing better than its start; give <run>/checkpoints/<step>"

@@ -71,7 +71,8 @@ def evaluate(
         from app.commands.named_files import check_named_files
 
         settings = resolved.settings
-        held_out = [settings.data.eval_source or settings.data.sources[0].source]
+        evaluated = settings.data.eval_source
+        held_out = [("data.eval_source", evaluated) if evaluated else ("data.source", settings.data.sources[0].source)]
         check_named_files(settings, held_out, judges=[one.function for one in settings.reward.functions[:1]])
         show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
         from app.evaluation.standalone import evaluate_model

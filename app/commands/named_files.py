@@ -15,6 +15,7 @@ from app.records.run_directory import Resume, RunDirectory, check_run_directory,
 from app.report.metrics_history import History
 from settings import InputError, Settings
 from settings.checks.unused_settings import WITH_SPLITS
+from settings.errors import renamed_in_errors
 
 
 def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) -> None:
@@ -35,7 +36,7 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
         check_model_path("reward.model", settings.reward.model)
     if not is_replay:
         evaluated = settings.data.eval_source if settings.eval.every_steps else None
-        sources = [*(one.source for one in settings.data.sources), evaluated]
+        sources = [*(("data.source", one.source) for one in settings.data.sources), ("data.eval_source", evaluated)]
         judges = [one.function for one in settings.reward.functions]
         check_named_files(settings, sources, judges=judges, estimator=settings.algorithm.estimator)
 
@@ -55,7 +56,7 @@ def finished_history(settings: Settings) -> History | None:
 
 def check_named_files(
     settings: Settings,
-    sources: Sequence[str | None],
+    sources: Sequence[tuple[str, str | None]],
     *,
     judges: Sequence[str | None] = (),
     estimator: str | None = None,
@@ -63,7 +64,7 @@ def check_named_files(
     """Checks that the files of models, data, reward functions, environments and tools exist.
 
     Args:
-        sources: the data that the command reads.
+        sources: (setting or option, source) of the data that the command reads.
         judges: the reward functions that the command calls.
         estimator: the advantage estimator that the command calls.
 
@@ -73,9 +74,10 @@ def check_named_files(
     if not runs_alone(settings.mesh):
         return
     check_model_path("model.path", settings.model.path)
-    for source in sources:
+    for setting, source in sources:
         if source and not source.startswith(WITH_SPLITS):
-            find_files(source)
+            with renamed_in_errors("data.source", to=setting):
+                find_files(source)
     named = [("algorithm.estimator", estimator), *(("reward.functions", judge) for judge in judges)]
     named += [("env.source", settings.env.source), *(("env.tools", tool) for tool in settings.env.tools)]
     for place, plug_in in named:

@@ -194,7 +194,8 @@ def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: 
 def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
     """Returns rows as JSON Lines; the stem of `path` names the data in errors."""
     if isinstance(rows, str | os.PathLike):
-        raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; name a file in data.source")
+        setting = "data.eval_source" if path.stem == "eval" else "data.source"
+        raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; name a file in {setting}")
     lines = []
     for index, row in enumerate(rows):
         try:

@@ -46,8 +46,8 @@ def rollout(
     refuse_existing({"--timeline": timeline}, overwrite=overwrite)
     from app.commands.named_files import check_named_files
 
-    sources = [str(prompts)] if prompts else [one.source for one in resolved.settings.data.sources]
-    check_named_files(resolved.settings, sources)
+    sources = [("data.source", one.source) for one in resolved.settings.data.sources]
+    check_named_files(resolved.settings, [("--prompts", str(prompts))] if prompts else sources)
     show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
     from app.stages import rollout
 

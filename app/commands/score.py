@@ -107,7 +107,9 @@ def score_file(
     """
     if not checkpoints:
         if field := CHECKPOINT_FIELD.search(str(out)):
-            raise InputError(f"--out: {field[0]} is replaced only with --checkpoint; add one, or remove {field[0]}")
+            raise InputError(
+                f"--out: {field[0]} is replaced only with --checkpoint; add --checkpoint, or remove {field[0]}"
+            )
         refuse_existing({"--out": out}, overwrite=overwrite)
     require_inputs(resolved.settings, {"--input": samples})
     if checkpoints and role in ("reference", "reward"):

@@ -132,6 +132,6 @@ def _explain_failed_copy(option: str) -> Iterator[None]:
         if jax.process_index() == 0:
             raise
         raise InputError(
-            f"{option}: this host does not see the folder of process 0, and cannot copy its files: {error}; set "
-            "TMPDIR to a folder with free space"
+            f"{option}: this host does not see the folder of process 0, and cannot copy its files: {error}; make the "
+            "folder visible to all hosts, or set TMPDIR on this host to another folder"
         ) from error

@@ -59,7 +59,7 @@ def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int, others:
     if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
         raise InputError(
             f"mesh.shape: {text!r} needs {'a multiple of ' if -1 in sizes else ''}{known} devices, but there "
-            f"are {num_devices}{others}; set sizes whose product is {num_devices}, or one size to -1 to derive it"
+            f"are {num_devices}{others}; set sizes whose product is {num_devices}; one of them may be -1"
         )
     dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
     return dp, fsdp, tp
@@ -161,7 +161,7 @@ def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int
     if per_host.bit_count() != 1:
         raise InputError(
             f"rollout.devices: {per_host} devices of each host would train, but programs can be compiled in advance "
-            "only for 1, 2, 4 or 8 of them; set another fraction, or omit --compile"
+            "only for 1, 2, 4 or 8 of them; set it so that one of these numbers trains, or omit --compile"
         )
     return compile_only_devices(replace(whole, num_chips=len(kept), chips_per_host=per_host))
 
@@ -199,7 +199,7 @@ def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
         raise InputError(
             f"rollout.workers: a worker has {format_count(len(device_indices), 'device')}, but weights are split over "
             f"tp={tp} (mesh.shape, or rollout.mesh if set); give each worker a multiple of {tp}: use fewer workers "
-            "(rollout.workers.fast.count, heavy.count) or more devices"
+            "(rollout.workers.fast.count, rollout.workers.heavy.count) or more devices"
         )
     local = local_devices()
     shape = (1, len(device_indices) // tp, tp)

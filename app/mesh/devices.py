@@ -55,7 +55,7 @@ def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) 
 
 def missing_platform_error(platform: str, reason: str) -> InputError:
     """Returns the error for a `mesh.platform` whose devices are not available."""
-    return InputError(f"mesh.platform: {platform} is not available: {reason}; set it to auto or another one")
+    return InputError(f"mesh.platform: {platform} is not available: {reason}; set it to auto")
 
 
 def global_devices(settings: MeshSettings) -> Sequence[Any]:

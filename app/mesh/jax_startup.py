@@ -22,7 +22,6 @@ from app.mesh.chips import parse_pretended
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
-    missing_platform_error,
     quiet_libtpu,
     simulate_slice,
     simulated_slice,
@@ -97,7 +96,8 @@ def join_other_hosts(settings: MeshSettings, *, compiles: bool = False) -> bool:
         return False
     if jax.distributed.is_initialized():
         raise InputError(
-            "this process has already joined other hosts, which is possible only once; start a new process on each host"
+            "mesh.coordinator_address: JAX has already joined other hosts in this process, and can do so only once; "
+            "start a new process on each host"
         )
     _bypass_proxies(member)
     verify_processes(member, timeout_s=settings.start_timeout_s)
@@ -196,7 +196,10 @@ def _bypass_proxies(member: ClusterMember) -> None:
 def _check_backend_installed(platform: str) -> None:
     """Raises InputError if JAX's library for the platform is missing, before other hosts wait for this one."""
     if not is_backend_installed(platform):
-        raise missing_platform_error(platform, f"JAX's library for it is missing (pip install -e '.[{platform}]')")
+        raise InputError(
+            f"mesh.platform: {platform} is not available: JAX's library for it is not installed; run pip install -e "
+            f"'.[{platform}]', or set it to auto"
+        )
 
 
 def _configure_malloc() -> None:

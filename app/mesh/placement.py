@@ -40,7 +40,8 @@ def check_tp_within_hosts(mesh: Mesh) -> None:
             fitting = [n for n in range(1, per_host + 1) if per_host % n == 0]
             raise InputError(
                 f"mesh.shape: tp = {tp} spans hosts {join_words(sorted(set(group.tolist())), last='and')} with "
-                f"{per_host} devices each, but every host needs whole rows; set tp to {join_words(fitting)}"
+                f"{per_host} devices each, but devices that share a row must be on one host; set tp to "
+                f"{join_words(fitting)}"
             )
     assert len(set(np.bincount(hosts[:, 0])[np.unique(hosts)])) == 1, "hosts have equally many devices"
 

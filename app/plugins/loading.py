@@ -42,7 +42,9 @@ def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
         if absent and f"{place}.".startswith(f"{absent}.") and not place.endswith(".py"):
             where = f"in {os.getcwd()} or among the installed packages"
             raise LoadError(f"there is no module `{absent}` {where}; correct the name, or install it") from None
-        raise LoadError(f"importing {place} failed: {describe_error(error)}; fix this module") from error
+        raise LoadError(
+            f"importing {place} failed: {describe_error(error)}; fix the module, or install what it imports"
+        ) from error
     target = module
     for name in attribute.split("."):
         if not hasattr(target, name):

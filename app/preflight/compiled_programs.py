@@ -158,8 +158,8 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
         lines = [line.strip() for line in str(error).splitlines()]
         if not lines[0].startswith("RESOURCE_EXHAUSTED"):
             raise InputError(
-                f"{phase}: {name} does not compile with {compiler_versions()}: {lines[0]}; run pip install -e '.[tpu]' "
-                "or '.[cuda]' to install the compiler that this JAX needs"
+                f"{phase}: {name} does not compile with {compiler_versions()}: {lines[0]}; install the compiler that "
+                "this JAX needs (pip install -e '.[tpu]' or '.[cuda]'), or omit --compile"
             ) from error
         if re.search("memory space [vs]mem", lines[0]) and "attention_" in str(error):
             raise InputError(

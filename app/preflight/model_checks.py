@@ -109,7 +109,9 @@ def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt
     loaded = time.perf_counter()
     logits = next_token_logits(session, params, prompt.token_ids)
     if not np.isfinite(logits).all():
-        advice = "the weights contain NaN or infinities, or overflow in model.dtype: try model.dtype: float32"
+        advice = (
+            "the weights contain NaN or infinities, or overflow; set model.dtype: float32, or choose another model.path"
+        )
         recorder.fail("forward", "logits are not finite", advice)
         return None
     exp_logits = np.exp(np.float64(logits) - logits.max())

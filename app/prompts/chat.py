@@ -39,7 +39,9 @@ def read_chat(values: list[Any], where: str) -> Messages:
     messages = []
     for value in values:
         if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
-            raise InputError(f"{where}: a chat message needs `role` and `content`; got {value!r:.80}")
+            raise InputError(
+                f"{where}: a chat message needs `role` and `content`, got {value!r:.80}; correct or remove the row"
+            )
         content = value.get("content")
         other = [part for part in content if not is_text_part(part)] if isinstance(content, list) else []
         if other:
@@ -48,7 +50,10 @@ def read_chat(values: list[Any], where: str) -> Messages:
             )
         # Tools may return nothing, and a call needs no text.
         if not isinstance(content, str | list) and (content is not None or value["role"] not in ("assistant", "tool")):
-            raise InputError(f"{where}: `content` of a chat message must be text or a list of parts; got {value!r:.80}")
+            raise InputError(
+                f"{where}: `content` of a chat message must be text or a list of parts, got {value!r:.80}; correct or "
+                "remove the row"
+            )
         # Missing fields in Arrow, which transformers also leaves out.
         messages.append({name: kept for name, kept in value.items() if kept is not None or name == "content"})
     try:

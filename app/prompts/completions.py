@@ -74,8 +74,8 @@ class CompletionEncoder:
             opened, written = (tokenizer.decode_with_special_tokens(ids[same : same + 20]) for ids in (start, whole))
             raise InputError(
                 "the assistant's tokens cannot be identified, because the chat template opens a turn with "
-                f"{opened!r}, but writes {written!r} when the turn is complete; use another template, or text with "
-                "data.chat_template: none"
+                f"{opened!r}, but writes {written!r} when the turn is complete; edit the model's chat_template.jinja, "
+                "or give plain text and set data.chat_template: none"
             )
         turn = whole[len(start) :]
         end = next((place for place, token_id in enumerate(turn) if token_id in tokenizer.eos_ids), None)

@@ -14,7 +14,7 @@ from app.prompts.curriculum import PassRateOrder
 from app.prompts.dataset import Dataset, DatasetRow, load_dataset
 from app.prompts.prompt_order import MixtureOrder, PromptOrder
 from app.records.sample import Prompt
-from settings.errors import InputError, join_words
+from settings.errors import InputError, join_words, renamed_in_errors
 from settings.schema.data import DataSettings
 
 log = logging.getLogger(__name__)
@@ -80,11 +80,13 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
     if not isinstance(source, str) or (data.eval_source is None and not data.has_splits):
         files = join_words((one.source for one in data.sources), last="and")
         raise InputError(
-            f"data.eval_source is not set, and training uses all of data.source = {files}; set"
-            " data.eval_source to held-out data, or eval.every_steps to 0"
+            f"data.eval_source is not set, and training uses all of data.source = {files}; set data.eval_source to "
+            "held-out data, or eval.every_steps to 0 to train without evaluations"
         )
     num_problems = num_prompts or data.num_problems
-    dataset = _load(data, source, split=split, num_problems=num_problems, seed=HELD_OUT_SEED)
+    setting = "data.source" if source == data.source else "data.eval_source"
+    with renamed_in_errors("data.source", to=setting), renamed_in_errors("data.split", to="data.eval_split"):
+        dataset = _load(data, source, split=split, num_problems=num_problems, seed=HELD_OUT_SEED)
     if not isinstance(data.source, str):
         dataset = replace(dataset, rows=_with_data_source(dataset))
     return dataset if num_prompts is None else replace(dataset, rows=evenly_spaced(dataset.rows, num_prompts))

@@ -150,7 +150,8 @@ def _check_shards(folder: Path, files: Sequence[Path]) -> None:
     """Raises InputError if a folder has no data files, or if its files cannot all be shards of one split."""
     if not files:
         raise InputError(
-            f"data.source: expected a folder with files ending in {join_words(FILE_SUFFIXES)}, got {folder.absolute()}"
+            f"data.source: the folder {folder.absolute()} contains no files ending in {join_words(FILE_SUFFIXES)}; "
+            "name another folder"
         )
     for kind_of in (_suffix, lambda file: next((name for name in SPLIT_NAMES if file.name.startswith(name)), "")):
         different = {kind_of(file): file for file in files}
@@ -305,4 +306,4 @@ def _read_prompt(value: Any, where: str) -> str | Messages:
         return value
     if isinstance(value, str | None):
         raise InputError(f"{where}: the prompt is {'blank' if value else 'empty'}; remove the row")
-    raise InputError(f"{where}: expected text or a list of chat messages as prompt, got {value!r:.80}")
+    raise InputError(f"{where}: expected text or chat messages as prompt, got {value!r:.80}; correct or remove the row")

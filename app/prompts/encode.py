@@ -64,7 +64,7 @@ def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: Data
         if any(message["role"] == "system" for message in messages):
             own = "put the text of the row's system message at the start of the user's"
             way_out = own if data.system_prompt is None else "set data.system_prompt: null"
-            hint = f"; if it takes no system message, {way_out}"
+            hint = f"; if it takes no system message, {way_out}, else correct the chat, or remove the row"
         raise InputError(f"{where}: {error}{hint}") from error
 
 

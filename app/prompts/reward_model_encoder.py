@@ -68,7 +68,7 @@ class ConversationEncoder:
             return self._template.ids(messages, add_generation_prompt=False)
         if not isinstance(source, str) or self._data.system_prompt is not None:
             raise InputError(
-                "the model's tokenizer has no chat template, so it can only encode plain-text prompts; add "
-                "chat_template.jinja, or choose another model"
+                "the model's tokenizer has no chat template, so prompts must be plain text, and data.system_prompt "
+                "null; add chat_template.jinja to the model, or choose another one"
             )
         return self._hf_tokenizer.encode(source + completion, split_special_tokens=True)

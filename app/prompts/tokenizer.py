@@ -224,7 +224,7 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
     if (largest := max(tokenizer.get_vocab().values())) >= _num_rows(files):
         raise InputError(
             f"{files.path}: the tokenizer has ids up to {largest}, but the model's vocab_size is {_num_rows(files)}; "
-            "use a model with its own tokenizer"
+            "use the tokenizer that was saved with the model"
         )
     own = inspect.signature(type(tokenizer).apply_chat_template).parameters.keys() - {"tools", "documents"}
     if taken := [name for name in template_kwargs if name in (*own, "messages")]:
@@ -295,8 +295,7 @@ def _byte_level_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None)
     unknown = next((merge for merge in merges if not vocabulary.keys() >= {*merge, "".join(merge)}), None)
     if unknown is not None:
         raise InputError(
-            f"{gguf.path}: the tokenizer merges {' '.join(unknown)!r:.80}, which is not in its "
-            "vocabulary; use another file"
+            f"{gguf.path}: the tokenizer merges {' '.join(unknown)!r:.80}, which is not in its vocabulary; {WORKAROUND}"
         )
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     backend.normalizer, backend.pre_tokenizer = _pre_tokenization(gguf)
@@ -353,8 +352,7 @@ def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | No
         return None
     if not 0 <= token_id < len(tokens):
         raise InputError(
-            f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)} "
-            "tokens; use another file"
+            f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)} tokens; {WORKAROUND}"
         )
     return tokens[token_id]
 
@@ -373,7 +371,7 @@ def _eos_ids(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast) -> tuple[
         if not isinstance(token_id, int) or not 0 <= token_id < _num_rows(files):
             raise InputError(
                 f"{files.path}: {place}: expected an id below vocab_size={_num_rows(files)}, or a list of such ids, as "
-                f"eos_token_id, got {named!r}"
+                f"eos_token_id, got {named!r}; correct the field"
             )
     if isinstance(hf_tokenizer.eos_token_id, int):
         ids.append(hf_tokenizer.eos_token_id)

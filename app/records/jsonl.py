@@ -85,8 +85,9 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: unusable JSON: {error}; correct or remove the line") from None
     if not isinstance(value, dict):
-        hint = "; put one object on each line: `jq -c '.[]'` converts a list" if isinstance(value, list) else ""
-        raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}{hint}")
+        way_out = "put one object on each line: `jq -c '.[]'` converts a list"
+        way_out = way_out if isinstance(value, list) else "correct or remove the line"
+        raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}; {way_out}")
     shape = raw.translate(NUMBER_SHAPE_TABLE)
     if any(part in shape for part in NON_FINITE_PATTERNS):
         value = replace_floats(value, math.isnan) if reads_nan else value

@@ -29,4 +29,4 @@ def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file; correct the path") from None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{path.absolute()}: not a readable Parquet file: {error}; write it again") from error
+        raise InputError(f"{path.absolute()}: cannot be read as Parquet: {error}; give another file") from error

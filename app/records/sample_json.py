@@ -210,7 +210,7 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         optional["episode"] = _read_episode(fields.episode, optional.get("loss_mask"), num_tokens, where=where)
     suffix = f"/s{fields.sample_index}"
     if not fields.uid.endswith(suffix) or fields.uid == suffix:
-        raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {fields.uid!r}")
+        raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, as sample_index says, got {fields.uid!r}")
     derived = {CONVERSATION} if fields.episode is not None else set[str]()
     unknown = {name: value for name, value in record.items() if name not in known and name not in derived}
     if "columns" in record and not isinstance(fields.columns, dict):
@@ -309,8 +309,8 @@ def sample_for_advantages(
         if was_truncated and bootstrap_truncated and not continues:
             raise InputError(
                 f"{where}: values has length {num_tokens}, expected {num_tokens + 1}: the sample was truncated "
-                "(`length`) and needs the value after its last token, which `grpo score --role critic` adds with "
-                "algorithm.bootstrap_truncated"
+                "(`length`) and needs the value after its last token; add it with `grpo score --role critic`, or set "
+                "algorithm.bootstrap_truncated: false"
             )
         continues = was_truncated and bootstrap_truncated
     if fields.token_rewards is None:
@@ -391,7 +391,9 @@ def _decode_routes(record: RoutesRecord, num_tokens: int, *, where: str) -> UInt
     try:
         ids = np.frombuffer(base64.b64decode(record.ids, validate=True), np.uint8)
     except ValueError as error:
-        raise InputError(f"{where}: routes.ids: expected Base64, got {record.ids!r:.40}: {error}") from None
+        raise InputError(
+            f"{where}: routes.ids: expected Base64, got {record.ids!r:.40} ({error}); correct or remove `routes`"
+        ) from None
     if len(ids) != math.prod(shape):
         raise InputError(
             f"{where}: routes.ids has {len(ids)} bytes, expected {math.prod(shape)}: one for each of {num_tokens} "

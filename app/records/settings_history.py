@@ -106,9 +106,9 @@ def _warn_of_changed_file(path: Path) -> None:
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:
     settings = from_yaml(content, name=name)
     if unknown := [field for field in settings if field not in FIELDS]:
-        more = f" and {format_count(len(unknown) - 1, 'other setting')}, which do" if unknown[1:] else ", which does"
+        more = f" and {format_count(len(unknown) - 1, 'other setting')}" if unknown[1:] else ""
         raise InputError(
-            f"{name} contains {unknown[0]}{more} not exist here, so another version of grpo wrote this run; read it "
-            "with that version, or use another run.name"
+            f"{name} contains {unknown[0]}{more}, unknown to this version of grpo; use the version that wrote the run, "
+            "or another run.name"
         )
     return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), settings)

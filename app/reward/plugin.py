@@ -141,7 +141,7 @@ class PlugIn:
             to_retry = answer if isinstance(answer, Failure) and self._signature.style != "estimator" else None
             if to_retry is not None and to_retry.kind == "length":
                 # An error in the function that smaller batches would not fix.
-                raise UnassignableRewardsError(f"reward {self.name}: {self._pool.function} {to_retry.text}")
+                raise UnassignableRewardsError(f"{self.source} {to_retry.text}; fix the function")
             if to_retry is not None and len(batch) > 1:
                 groups = group_indices([samples[i] for i in batch])
                 groups = groups if len(groups) > 1 else [(place,) for place in range(len(batch))]

@@ -200,8 +200,8 @@ def check_async_workers(workers: RolloutWorkerPool) -> None:
             raise InputError(
                 f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, whose programs "
                 "could deadlock with those of training on the same devices. Set rollout.devices: 0.5, which gives "
-                "workers their own devices, or give each worker one "
-                "device (rollout.workers.fast.count and heavy.count), or set rollout.max_staleness: 0"
+                "workers their own devices, or start one worker per device (rollout.workers.fast.count and "
+                "rollout.workers.heavy.count), or set rollout.max_staleness: 0"
             )
 
 

@@ -189,7 +189,9 @@ def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], wh
     """
     numbers = {one.uid.partition("/")[0] for one in left}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):
-        raise InputError(f"data.source: every {what} of {empty} is longer than {limit}; raise the limit")
+        raise InputError(
+            f"data.source: every {what} of {empty} is longer than {limit}; raise this setting, or remove the source"
+        )
 
 
 def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:

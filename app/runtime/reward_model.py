@@ -71,7 +71,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
         if shape is not None and len(shape) == 2 and shape[0] != 1:
             raise InputError(
                 f"model.path: {files.name} has {shape[0]} labels ({VALUE_HEAD} is {shape}, expected "
-                f"{(1, architecture.model_dim)}); a reward model must have one (num_labels: 1)"
+                f"{(1, architecture.model_dim)}); choose a reward model with one label (num_labels: 1)"
             )
         check_tensors(expected_tensors(network.definition), files.weights.shapes, architecture)
         return RewardModelSpec(**vars(network), conversations=ConversationEncoder(files, settings.data))

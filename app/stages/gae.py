@@ -75,8 +75,8 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
     num_tokens, num_trainable = file.check()
     if num_tokens and not num_trainable:
         raise InputError(
-            f"{input}: the mask is False at every token of all {file.ROW_NAME}, so no token gets an advantage; set it "
-            "to true where the policy wrote a token"
+            f"--input: {input}: the mask is False at every token of all {file.ROW_NAME}, so no token gets an "
+            "advantage; set it to true where the policy wrote a token"
         )
     start_local_devices(settings.mesh)
     with closing(CompilationCounter()) as compilations:

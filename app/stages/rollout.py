@@ -41,7 +41,7 @@ from app.tracking.console import RolloutProgress
 from app.tracking.performance import schedule_performance
 from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, timeline_file
 from settings import Resolved, Settings
-from settings.errors import InputError
+from settings.errors import InputError, renamed_in_errors
 
 FREE = (
     *("rollout.kv_blocks", "rollout.ray.address", "rollout.devices", "rollout.max_staleness"),
@@ -177,7 +177,8 @@ def _read_prompts(
 ) -> tuple[Sequence[Prompt], EncodeReport]:
     """Returns the first `limit` prompts of the file `prompts` (`data.source` if it is None), and a report on them."""
     data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
-    dataset = load_training_data(data, seed=settings.run.seed)
+    with renamed_in_errors("data.source", to="data.source" if prompts is None else "--prompts"):
+        dataset = load_training_data(data, seed=settings.run.seed)
     rows = dataset.rows[:limit]
     warn_of_misread_prompts(settings, rows, model.tokenizer)
     return encode_prompts(rows, model.tokenizer, settings.data)
@@ -265,7 +266,7 @@ def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], second
     samples, tokens, truncated, dropped, *earlier = sum_over_hosts(np.asarray([*counts, *before])).tolist()
     num_before, tokens_before = earlier
     if samples and dropped == samples:
-        raise RuntimeError(f"all {samples} samples were dropped; fix what finish_reason and the lines above report")
+        raise RuntimeError(f"all {samples} samples were dropped; their finish_reason and the log say what to fix")
     return {
         "samples": samples,
         "completion tokens": tokens,

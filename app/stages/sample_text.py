@@ -82,7 +82,7 @@ class SampleEncoder:
         tokenizer = self._use_tokenizer()
         if isinstance(tokenizer, InputError):
             raise InputError(
-                f"{where} is text, but model.path has no tokenizer for it ({tokenizer}); add the token ids"
+                f"{where} is text, but the tokenizer of model.path cannot encode it: {tokenizer}, or add the token ids"
             )
         if isinstance(text, str):
             return tokenizer.encode_rendered(text)

@@ -75,8 +75,11 @@ class Bucket:
         try:
             self._files, self._root = fsspec.url_to_fs(self.address, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
-            way = f"run pip install 'grpo-jax[{EXTRAS[scheme]}]'"
-            raise InputError(f"{option}: {address} cannot be opened ({error}); {way}") from error
+            extra = EXTRAS[scheme]
+            raise InputError(
+                f"{option}: {address} cannot be opened without the package {extra}fs; run pip install "
+                f"'grpo-jax[{extra}]'"
+            ) from error
         # It logs a traceback for each error that it raises.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 

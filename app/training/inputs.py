@@ -137,7 +137,8 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     else:
         if settings.is_supervised:
             raise InputError(
-                "--from-rollouts: algorithm.name: sft trains on the completions of data.source; omit one of the two"
+                "--from-rollouts: algorithm.name: sft trains on the completions of data.source, not on samples; omit "
+                "this option, or choose another algorithm.name"
             )
         target_run = RunDirectory.from_settings(settings.run)
         replay = read_replay(rollouts, start, settings, model, critic, target_run=target_run)

@@ -365,7 +365,8 @@ def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: s
         if (text := model.tokenizer.decode(part)) != expected:
             raise InputError(
                 f"{where}: completion_token_ids decode to {text!r:.40} with the tokenizer of model.path, but "
-                f"completion is {expected!r:.40}; if another tokenizer was used, set model.path to its model"
+                f"completion is {expected!r:.40}; correct the wrong one, or set model.path to the model whose "
+                "tokenizer produced the ids"
             )
     for name, ids, field, longest in (
         ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),

@@ -117,4 +117,6 @@ def check_staleness(resolved: Resolved) -> Iterator[str]:
 
 
 def _how_to_get_workers(resolved: Resolved) -> str:
-    return "rollout.scheduler: adaptive" if resolved.settings.rollout.scheduler is None else "rollout.placement: island"
+    rollout = resolved.settings.rollout
+    missing = ["rollout.scheduler: adaptive"] if rollout.scheduler is None else []
+    return " and ".join(missing + (["rollout.placement: island"] if rollout.placement == "global" else []))

@@ -261,7 +261,7 @@ def check_run(resolved: Resolved) -> Iterator[str]:
     if settings.optimizer.warmup_steps >= max(updates, 1):
         yield (
             f"<optimizer.warmup_steps>: <run.steps> gives {updates} optimizer steps, so the warm-up would not end; "
-            f"lower it to at most {updates - 1}"
+            f"lower it to at most {max(updates - 1, 0)}"
         )
     if beyond := [step for step in settings.logging.profile_steps if step > steps]:
         yield (

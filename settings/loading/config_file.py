@@ -9,7 +9,7 @@ from pathlib import Path
 from settings.errors import InputError, join_words
 from settings.loading.fields import did_you_mean, nearest_names
 from settings.loading.yaml_file import MAX_BYTES
-from settings.schema.section import NO_ADDRESS
+from settings.schema.section import COPYING, NO_ADDRESS
 
 DEFAULT_PRESET = "quickstart"
 
@@ -53,7 +53,7 @@ def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
         resource = files("settings") / "presets" / f"{name}.yaml"
         return ConfigFile(f"settings/presets/{name}.yaml", name, resource.read_bytes(), is_own=False)
     if "://" in name:
-        raise InputError(f"--config: {NO_ADDRESS}, got {name!r}")
+        raise InputError(f"--config: {NO_ADDRESS}, got {name!r}; {COPYING}")
     path = Path(name)
     shown = name if name.isprintable() else ascii(name)
     try:

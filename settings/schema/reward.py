@@ -71,7 +71,9 @@ class RewardFunctionSettings(Section):
                 "such as `my_module:function` or `rewards.py:function`"
             )
         if self.function is not None and self.name in BUILT_IN_REWARDS:
-            raise ValueError(f"`{self.name}` is the name of a built-in reward; give the plug-in another `name:`")
+            raise ValueError(
+                f"expected a plug-in's own name, but `{self.name}` is a built-in reward; set another `name:`"
+            )
         return self
 
     @model_serializer(mode="wrap")

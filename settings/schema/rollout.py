@@ -45,7 +45,7 @@ class SegmentSettings(Section):
 def _check_window(value: Any) -> Any:
     if isinstance(value, int) and value < PDSR_WINDOW_MIN:
         raise ValueError(
-            f"expected at least {PDSR_WINDOW_MIN} samples: with fewer there is no threshold, and pdsr_v1 would only "
+            f"expected at least {PDSR_WINDOW_MIN} samples; with fewer there is no threshold, and pdsr_v1 would only "
             "rank the probes of the current step"
         )
     return value
@@ -150,7 +150,7 @@ def _validate_rollout_devices(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         return value
     if not value or len(set(value)) < len(value) or any(type(one) is not int or one < 1 for one in value):
-        raise ValueError("expected different device indices from 1, because device 0 of each host trains")
+        raise ValueError("expected different device indices above 0, because device 0 of each host trains")
     return tuple(sorted(value))
 
 

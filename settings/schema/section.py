@@ -15,13 +15,13 @@ def as_list(value: Any) -> Any:
 
 
 COPYING = "copy files from or to a bucket with `gcloud storage cp` or `aws s3 cp`"
-NO_ADDRESS = f"expected a local path or a name, not an address ({COPYING})"
+NO_ADDRESS = "expected a local path or a name, not an address"
 
 
 def refuse_address(value: str) -> str:
     """Returns the value; raises ValueError for an address such as `gs://bucket/file`, which is not a local path."""
     if "://" in value:
-        raise ValueError(NO_ADDRESS)
+        raise ValueError(f"{NO_ADDRESS}; {COPYING}")
     return value
 
 

@@ -105,7 +105,7 @@ def test_checkpoints_with_flipped_bits_or_a_truncated_record_are_refused(run: Pa
     with pytest.raises(InputError, match=r"--checkpoint: .*6 is damaged"):
         read(folder)
     os.truncate(folder / "progress" / "metadata", 10)
-    with pytest.raises(InputError, match="6 is damaged or not a checkpoint of this program"):
+    with pytest.raises(InputError, match="6 cannot be read as a checkpoint of this program"):
         read(folder)
 
 

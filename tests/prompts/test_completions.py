@@ -128,7 +128,7 @@ def test_completion_gets_an_eos_token_if_the_template_does_not_end_turns(tmp_pat
     ("template", "message"),
     [
         (MARKLESS, r"d/0: the assistant's tokens cannot be identified, .* opens a turn with 'A:', but "
-            r"writes '<\|im_start\|>four' when the turn is complete; use another template"),
+            r"writes '<\|im_start\|>four' when the turn is complete; edit the model's"),
         ("{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}{% if add_generation_prompt %}[assistant]"
             "{% endif %}", r"the chat template ends a turn with '\[/\]', but only .* ends a completion"),
     ],

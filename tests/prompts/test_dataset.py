@@ -229,14 +229,14 @@ def test_unusable_data_files_are_refused(tmp_path, monkeypatch):
         "absent/data": "no such file; correct the path, or write hf:absent/data for a hub data set",
         "d.txt": r"d\.txt: expected a file ending in \.jsonl, \.json, \.jsonl\.gz, \.json\.gz or \.parquet",
         ".": r"mixes splits or file formats \(.*\); select the files with a pattern, such as",
-        "bare": r"expected a folder with files ending in \.jsonl, \.json, .* or .*, got .*bare",
+        "bare": r"the folder .*bare contains no files ending in \.jsonl, \.json, .* or .*; name another folder",
         "e*.csv": r"data\.source: no file matches .*e\*\.csv",
         "cut.jsonl.gz": r"cut\.jsonl\.gz: cannot be read: Compressed file ended",
         "plain.json.gz": r"plain\.json\.gz: cannot be read: Not a gzipped file",
         "empty.jsonl": "data.source: empty.jsonl contains no rows",
         "damaged.jsonl": r"damaged\.jsonl:2: not JSON",
         "d.parquet": r"d\.parquet row 1: prompt: the prompt is empty",
-        "cut.parquet": r"^data\.source: .*cut\.parquet: not a readable Parquet file",
+        "cut.parquet": r"^data\.source: .*cut\.parquet: cannot be read as Parquet",
     }.items():
         with pytest.raises(InputError, match=message):
             load_dataset(source)
@@ -256,7 +256,7 @@ def test_error_about_a_missing_column_lists_the_columns_found(tmp_path):
     [
         *((row, "prompt: the prompt is empty") for row in ({"prompt": None}, {"prompt": []}, {"other": 1})),
         ({"prompt": " \n"}, "prompt: the prompt is blank"),
-        ({"prompt": 7}, "expected text or a list of chat messages as prompt, got 7"),
+        ({"prompt": 7}, "expected text or chat messages as prompt, got 7; correct or remove the row"),
         ({"prompt": ["hi"]}, "needs `role` and `content`"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "reads only text, but .*'image'"),
         ({"prompt": [{"role": "user", "content": None}]}, "must be text or a list of parts"),

@@ -192,6 +192,6 @@ def test_a_run_of_another_version_is_refused_and_unchanged(trained: RunDirectory
     trained.settings_path.write_text(text)
     write_jsonl(trained.sessions_path, [{"after_step": 0, "settings": text}] if has_sessions else [])
     before = trained.settings_path.read_bytes(), trained.sessions_path.read_bytes()
-    with pytest.raises(InputError, match=r"rollout\.decode_layout, which does not exist here, so another version"):
+    with pytest.raises(InputError, match=r"rollout\.decode_layout, unknown to this version of grpo; use the version"):
         SettingsHistory.read(trained)
     assert (trained.settings_path.read_bytes(), trained.sessions_path.read_bytes()) == before

@@ -89,7 +89,9 @@ def test_a_reward_list_of_the_wrong_length_is_fatal_after_one_call() -> None:
         return [1] * (len(completions) - 1)
 
     scored = score_by(shorter, [*make_group(*"abcd"), *make_group(*"efgh", group=1)])
-    assert scored.fatal_error == "reward f: callable:f returned a list of length 7, expected 8, one per sample"
+    assert scored.fatal_error == (
+        "reward.functions: callable:f returned a list of length 7, expected 8, one per sample; fix the function"
+    )
     assert calls == [8]
 
 

@@ -186,7 +186,9 @@ def test_only_text_needs_a_tokenizer_and_only_chats_a_template(tmp_path: Path) -
     with pytest.raises(InputError, match=without_template):
         samples_of(model, lines(tmp_path, text, chat))
     (model / "tokenizer.json").unlink()
-    without_tokenizer = r"in.jsonl:1: prompt is text, but model.path has no tokenizer for it \(.*\); add the token ids"
+    without_tokenizer = (
+        r"in.jsonl:1: prompt is text, but the tokenizer of model.path cannot encode it: .*, or add the token ids"
+    )
     with pytest.raises(InputError, match=without_tokenizer):
         samples_of(model, lines(tmp_path, text))
     assert len(samples_of(model, lines(tmp_path, ids))) == 1

@@ -394,8 +394,8 @@ def test_error_about_a_missing_bucket_library_names_the_extra(
     with started("train", *settings(f"run.dir={place}"), cwd=tmp_path, program=without) as process:
         _, error = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 2 and error.count("\n") == 1 and not any(tmp_path.iterdir())
-    assert error.startswith(f"error: run.dir: {place} cannot be opened (") and package in error
-    assert error.endswith(f"); run pip install 'grpo-jax[{extra}]'\n")
+    assert error.startswith(f"error: run.dir: {place} cannot be opened without the package {package}; ")
+    assert error.endswith(f"; run pip install 'grpo-jax[{extra}]'\n")
 
 
 def test_a_derived_run_name_considers_runs_in_the_bucket(address: str) -> None:

@@ -232,7 +232,9 @@ def _gemma(config: HfConfig, **switches: Any) -> Architecture:
     """Returns an architecture with the switches that Gemma 2 and 3 share, and the given ones."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
-        raise InputError(f"config.json: hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}; correct it")
+        raise InputError(
+            f"config.json: hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}; use the original file"
+        )
     # Old files have "gelu", with the same meaning.
     if config.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
         raise InputError(
@@ -372,8 +374,8 @@ def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | 
         return ()
     if window is None:
         raise InputError(
-            f"config.json: layer_types has {SLIDING!r}, but there is no window: sliding_window is null or "
-            f"use_sliding_window is false; set both, or give every layer the type {FULL!r}"
+            f"config.json: layers have the type {SLIDING!r}, but sliding_window is null or use_sliding_window is "
+            f"false; set a window in tokens and use_sliding_window to true, or every entry of layer_types to {FULL!r}"
         )
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -410,6 +412,6 @@ def _layer_types(config: HfConfig) -> Sequence[str] | None:
         raise InputError(f"config.json: layer_types must have {num_layers} entries, got {types!r}; correct it")
     if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise InputError(
-            f"config.json: layer_types has {unknown[0]!r}, expected {FULL} or {SLIDING}; use another model"
+            f"config.json: layer_types has {unknown[0]!r}, expected {FULL} or {SLIDING}; use a model with these types"
         )
     return types

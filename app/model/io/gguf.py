@@ -94,7 +94,9 @@ class GgufFile:
         try:
             self._reader = FastListReader(path)
         except (OSError, ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
-            raise InputError(f"{path} is not a complete GGUF file ({error}); download it again") from error
+            raise InputError(
+                f"{path} cannot be read as a GGUF file ({error}); download it again, or give another file"
+            ) from error
         self._family = self.metadata("general.architecture")
         if self._family not in HUGGING_FACE_CLASSES:
             raise InputError(
@@ -131,7 +133,9 @@ class GgufFile:
                 # As one row, because the package processes 16 rows at a time, whatever their length.
                 part[:] = dequantize(data[start : start + step].reshape(1, -1), tensor.tensor_type).reshape(part.shape)
         except NotImplementedError as error:
-            raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantization") from error
+            raise InputError(
+                f"{self.path}: tensor {tensor.name!r}: {error}; use a file with another quantization"
+            ) from error
         stem = tensor.name.split(".")[-2]
         if self._family == "gemma3" and stem.endswith("norm"):
             return values - 1  # llama.cpp stores the full factor, Gemma its difference from 1.

@@ -114,7 +114,7 @@ class RolloutActor:
         except (RuntimeError, AssertionError) as error:
             raise InputError(
                 f"rollout.ray.{spec.kind}_resources: JAX finds no {spec.platforms} devices on {socket.gethostname()}, "
-                "where Ray started an actor; request them, as in {GPU: 1} or {TPU: 4}"
+                "where Ray started an actor; request some, as in {GPU: 1} or {TPU: 4}, and install JAX for them there"
             ) from error
         mesh = device_mesh.make_mesh(MeshSettings(shape=f"1,-1,{spec.tp}"))
         check_slots_divide(spec, num_cache_shards(mesh, spec.architecture.num_kv_heads))
@@ -193,5 +193,6 @@ def check_slots_divide(spec: ActorSpec, row_shards: int) -> None:
     if any(rows % row_shards for rows in buckets):
         raise InputError(
             f"rollout.workers.{spec.kind}.slots: batches of {join_words(buckets, last='and')} rows cannot all be split "
-            f"evenly over the {row_shards} row shards of a Ray actor; set it to a multiple of {4 * row_shards}"
+            f"evenly over the {row_shards} devices of a Ray actor that hold rows; set it to a multiple of "
+            f"{4 * row_shards}"
         )

@@ -208,7 +208,8 @@ class RolloutExecutor:
         if self.scheduler.is_stuck:
             raise self._death or WorkerDiedError(
                 "no rollout worker is left for samples longer than rollout.workers.fast.max_length: the heavy "
-                "workers died in an earlier rollout; start the command again"
+                "workers died in an earlier rollout; see the log, and run the command again (grpo train with --resume "
+                "auto)"
             )
 
     def _execute(self, command: Command) -> None:

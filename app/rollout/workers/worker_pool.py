@@ -111,7 +111,9 @@ class RolloutWorkerPool(SampleGenerator):
         """
         workers = [worker for worker in self.workers if not worker.is_lost]
         if not workers:
-            raise WorkerDiedError("every rollout worker has died; start the command again")
+            raise WorkerDiedError(
+                "every rollout worker has died; see the log, and run the command again (grpo train with --resume auto)"
+            )
         run = RolloutExecutor(
             self.make_scheduler(prompts),
             workers,
