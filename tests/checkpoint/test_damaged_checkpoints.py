@@ -202,9 +202,9 @@ def test_a_checkpoint_of_another_version_is_refused_and_kept(folder: Path, check
         text = json.dumps(json.loads(json.loads(path.read_text())["record"]) | {"format": 1})
         path.write_text(json.dumps({"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
     before = digest_of(folder)
-    other = "was written by another version of this program; use that version, or start a run with another run.name"
-    with pytest.raises(InputError, match=f"^--resume: {re.escape(str(folder))}/4 {re.escape(other)}$"):
+    other = "was written by another version of this program; use that version, or"
+    with pytest.raises(InputError, match=f"^--resume: {re.escape(f'{folder}/4 {other}')} start a run with another"):
         checkpoints.restore(of_this_run)
-    with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(str(folder))}/2 {re.escape(other)}$"):
+    with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(f'{folder}/2 {other}')} choose another"):
         PolicyCheckpoint.open(folder / "2")
     assert digest_of(folder) == before

@@ -73,6 +73,6 @@ def test_a_reward_function_that_fails_in_one_answer_format_is_reported() -> None
     def loses(completions: list[str], answer: list[Any]) -> list[float]:
         return [0.0 for text in completions if "boxed" not in text]
 
-    reason = r"training failed on the answer '.*boxed.*391.* returned a list of length 0; fix the function"
+    reason = r"training failed on the answer '.*boxed.*391.* returned a list of length 0"
     with pytest.raises(InputError, match=reason):
         found_for(loses, "391")
