@@ -89,7 +89,7 @@ DEFAULTS = {
 
 
 def make_inputs(seed: int) -> dict[str, Any]:
-    """Returns random inputs by name, as lists: logits, tokens, masks, rewards, advantages, and several logprobs."""
+    """Returns random named inputs, as lists: logits, tokens, masks, rewards, advantages, and several logprobs."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 1.5, (ROWS, TOKENS, VOCAB)).astype(np.float32)
     completion_ids = rng.integers(0, VOCAB, (ROWS, TOKENS))

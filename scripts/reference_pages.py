@@ -69,7 +69,7 @@ def _prefix(entry: Metric) -> str:
 
 
 def _page(head: Iterable[str], items: list[tuple[str, str]]) -> str:
-    """Returns a page of (section, text) items: the head, links to the sections, and the texts by section."""
+    """Returns a page of (section, text) items: the head, links to the sections, and each section's texts."""
     sections = {section: [text for other, text in items if other == section] for section, _ in items}
     titles = {name: name if name[0].isupper() else f"`{name}`" for name in sections}
     links = " · ".join(f"[{title}](#{_anchor(title)})" for title in titles.values())

@@ -24,7 +24,7 @@ class RewardParts:
     """The parts of the reward, one per reward function, with separate group-relative advantages."""
 
     weights: Mapping[str, float]
-    """Weight of each part, by its name in `Sample.rewards`."""
+    """Maps the name of each part in `Sample.rewards` to its weight."""
     advantages: GroupAdvantageFn
 
     def advantages_of(self, samples: Sequence[Sample]) -> Float[np.ndarray, "parts N"]:

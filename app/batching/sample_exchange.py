@@ -156,7 +156,7 @@ class SampleRouting:
         sizes: Int64[np.ndarray, "N"],
         columns: Callable[[int], Iterable[Int32[np.ndarray, "n"]]],
     ) -> dict[int, Int32[np.ndarray, "n"]]:
-        """Sends arrays of known sizes to other hosts; returns sample index -> received array.
+        """Sends arrays of known sizes to other hosts; returns the received arrays, with sample indices as keys.
 
         Args:
             numbers: indices of the samples that move, in the format of `self.numbers`.

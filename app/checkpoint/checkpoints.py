@@ -45,7 +45,7 @@ class Checkpoints:
     Which one is the best follows from the evaluation in each checkpoint's `TrainProgress`.
 
     Args:
-        shapes: shapes of the saved state, by network.
+        shapes: maps each network to the shapes of its saved state.
         shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
         is_seen_by_all: whether all hosts see the directory; otherwise only process 0 has the checkpoints, and the other
             hosts have copies of the progress records.
@@ -286,7 +286,7 @@ def check_fingerprints(
     """Raises InputError with the names of the fingerprints that have changed since the checkpoint was written.
 
     Args:
-        changeable: fingerprint -> settings and sections; it may change if one of these is in `allowed`.
+        changeable: maps a fingerprint to settings and sections; it may change if one of these is in `allowed`.
         allowed: the settings and sections that the user allows to change.
     """
     ways = {name: changeable.get(name, ()) for name in different_names(saved, current)}

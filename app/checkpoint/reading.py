@@ -50,7 +50,7 @@ def read_verified(read: Callable[[], Any], sums: Mapping[str, int], target: Any)
     """Returns the result of `read` with the dtypes of `target` and "", or None and a reason if the state is damaged.
 
     Args:
-        sums: checksums of all arrays of the checkpoint, by path.
+        sums: maps the path of each array in the checkpoint to its checksum.
     """
     state, reason = read_on_all_hosts(read)
     # Either every host has read the state, or none has.

@@ -18,7 +18,7 @@ CHECKSUM_MISMATCH = "the checksums of its arrays do not match the saved ones"
 
 
 def checksums(state: Any) -> dict[str, int]:
-    """Returns the path of each array (see `array_path`) -> its checksum, as stored in checkpoints.
+    """Maps the path of each array (see `array_path`) to its checksum, as stored in checkpoints.
 
     All hosts must call it together.
     """

@@ -57,7 +57,7 @@ class PolicyCheckpoint:
     """The checkpoint's folder, `<run>/checkpoints/<step>`."""
     progress: TrainProgress
     checksums: Mapping[str, int]
-    """Checksums of all arrays of the checkpoint, by path."""
+    """Maps the path of each array in the checkpoint to its checksum."""
 
     @classmethod
     def open(cls, path: Path) -> PolicyCheckpoint:

@@ -92,7 +92,7 @@ class ProgressRecord:
 
     progress: TrainProgress
     checksums: Mapping[str, int]
-    """Checksums of all arrays of the checkpoint, by path."""
+    """Maps the path of each array in the checkpoint to its checksum."""
 
     def to_json(self) -> dict[str, str]:
         """Returns the JSON object that is stored in a checkpoint; see the module's docstring."""

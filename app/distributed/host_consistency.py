@@ -49,7 +49,7 @@ def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType(
     All hosts must call it, after `jax_startup.initialize_distributed`.
 
     Args:
-        identity: further values that must be equal, by the name shown in the error.
+        identity: further values that must be equal; the keys are the names shown in the error.
 
     Raises:
         InputError: the hosts differ. Every host raises it and lists the differing values with their hosts.

@@ -21,7 +21,7 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
-"""Signal -> exit code once the checkpoint is saved. SIGHUP means that the terminal or the connection was lost."""
+"""Maps a signal to the exit code after the checkpoint. SIGHUP means that the terminal or the connection was lost."""
 
 STOP_TOPIC = "stop"
 """Topic of the notice posted by a host that has received a signal."""

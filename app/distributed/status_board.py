@@ -55,7 +55,7 @@ class StatusBoard:
         self._outgoing.put((topic, text))
 
     def read(self, topic: str) -> Mapping[int, str]:
-        """Returns host -> latest notice under a topic that has arrived here. Thread-safe; does not block."""
+        """Returns the latest notice of each host under a topic, as known here. Thread-safe; does not block."""
         return {host: text for (about, host), text in list(self._notices.items()) if about == topic}
 
     def read_others(self, topic: str) -> Mapping[int, str]:

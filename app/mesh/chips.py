@@ -69,7 +69,7 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
         )
     }
 )
-"""Prefix of slice names -> chip. v5e comes before v5p, because `TPU v5 lite` also starts with v5p's kind."""
+"""Maps prefixes of slice names to chips. v5e comes before v5p, because `TPU v5 lite` also starts with v5p's kind."""
 
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
@@ -161,7 +161,7 @@ Source: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/
 GPU_HOSTS: Mapping[str, GpuHost] = MappingProxyType(
     {host.name: host for host in (GpuHost(f"h100-{size}", H100, size, chips_per_host=size) for size in (1, 2, 4, 8))}
 )
-"""Name -> host, such as `h100-8` for a host with eight H100 cards."""
+"""Maps names to hosts, such as `h100-8` to a host with eight H100 cards."""
 
 
 def _torus_sizes(num_chips: int, num_dims: int) -> list[int]:

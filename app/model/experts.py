@@ -137,7 +137,7 @@ def choose_experts(
     router: Float[Array, "E D"],
     recorded: UInt8[Array, "T k"] | None = None,
 ) -> tuple[Float[Array, "T k"], Int32[Array, "T k"], Int32[Array, "T k"]]:
-    """Returns, for each token, the chosen experts' probabilities in the dtype of `x`, these experts, and the likeliest.
+    """Returns the probabilities of each token's chosen experts, in the dtype of `x`; these experts; and the likeliest.
 
     The chosen experts are the recorded ones, or else the likeliest ones. The softmax is over all experts, in float32;
     in some families, the probabilities of the chosen experts are normalized to sum to 1.

@@ -51,7 +51,7 @@ class KernelQuantizer:
     """Logical dims of the scales, a subset of `dims`."""
 
     def sizes(self, kernel: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns the sizes of codes and of scales, each as logical dim -> size, like the argument `kernel`."""
+        """Returns the sizes of codes and scales; like `kernel`, both results map logical dims to sizes."""
         codes, scales = ({dim: kernel[dim] for dim in dims} for dims in (self.dims, self.scale_dims))
         if self.quantization == "nf4":
             codes[TILED_DIM] //= 2

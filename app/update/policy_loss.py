@@ -169,7 +169,7 @@ class LossStats:
     sums: dict[str, Float32[Array, ""]]
     maxima: dict[str, Float32[Array, ""]]
     squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
-    """Name of weights -> their mean square; their mean is in `sums` as `<name>_mean`."""
+    """Maps the name of weights to their mean square; their mean is in `sums` as `<name>_mean`."""
     routes: RouteCounts | None = None
     """Counts of the tokens' expert routes; None for a model without experts."""
 

@@ -17,7 +17,7 @@ from scripts.bench.kernel_time import GROUPED_PRODUCTS, ROUTED_ROWS
 
 
 def product_flops(text: str, turns: Mapping[str, int]) -> Counter[str]:
-    """Returns the FLOPs on each device by kind of matmul: `grouped` (experts), `head` (LM head) and `other`.
+    """Returns the FLOPs on each device for each kind of matmul: `grouped` (experts), `head` (LM head) and `other`.
 
     Args:
         turns: see `scripts.bench.program_time.program_time`.

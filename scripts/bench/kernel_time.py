@@ -69,7 +69,7 @@ def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], tur
 
 
 def take_scheduled_bundles(folder: Path) -> dict[str, int]:
-    """Returns kernel name -> number of VLIW instruction bundles, for the kernels compiled since the last call.
+    """Maps the name of each kernel compiled since the last call to its number of VLIW instruction bundles.
 
     If several kernels have the same name, the longest counts.
     """

@@ -78,7 +78,7 @@ def program_time(
     Args:
         text: HLO text of the compiled program.
         bundles: instruction bundles per kernel; see `scripts.bench.kernel_time.take_scheduled_bundles`.
-        turns: name scope -> number of loop iterations or of grid steps, where it depends on data.
+        turns: maps the name scope of a data-dependent loop or grid to its number of iterations or steps.
         turn_of: name scope of a loop, to return the time of one iteration instead of the whole call.
 
     Raises:

@@ -126,7 +126,7 @@ class LlamaCpp:
 
 
 def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, Callable[[], SampleGenerator]]:
-    """Compiles our methods; returns, by name, functions that make a generator which knows no earlier rollouts."""
+    """Compiles our methods; maps their names to functions that make a generator which knows no earlier rollouts."""
     engine, start = rollout.new_engine(num_rows), time.perf_counter()
     engine.programs.compile(suspends=False, recomputes=False, truncates=False)
     ways: dict[str, Callable[[], SampleGenerator]] = {

@@ -79,7 +79,7 @@ def measure(rollout: ForcedRollout, policy: str, seed: int, *, repeats: int) -> 
 
 
 def measure_all(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """Measures all schedules in this process; returns kind of lengths -> schedule -> figures."""
+    """Measures all schedules in this process; returns the figures for each kind of lengths and schedule."""
     rollout = open_workers(options)
     rollout.compile()
     found: dict[str, dict[str, dict[str, float]]] = {}

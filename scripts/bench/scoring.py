@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def make_cases(rows: list[int], longest: int) -> dict[str, tuple[str, ...]]:
-    """Returns the name of each case -> its settings below `score`."""
+    """Maps the name of each case to its settings below `score`."""
     fixed = {
         f"{strategy}, {count} rows": (f"strategy={strategy}", f"rows_per_device={count}")
         for strategy in ("loop", "scan")

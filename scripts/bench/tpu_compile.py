@@ -73,7 +73,7 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
 
 
 def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns the output line of a program: its time by part, and its time and HBM per completion token."""
+    """Returns the output line of a program: the time of each part, and time and HBM per completion token."""
     place = parse_slice(PRESETS[model][1])
     if "estimated_s" not in figures:
         text = (directory / "program.hlo").read_text()

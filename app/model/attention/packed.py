@@ -22,7 +22,7 @@ from settings.errors import InputError
 from settings.schema.model import AttentionImplementation
 
 BLOCKING_BY_PLATFORM = {"cpu": Blocking(64, pairs_per_iteration=1), "tpu": Blocking(512, pairs_per_iteration=1)}
-"""Platform -> blocking: on a CPU, one pair of small blocks fits in the cache; one pair of large blocks fills a TPU."""
+"""Blocking per platform: on a CPU, one pair of small blocks fits in the cache; one pair of large blocks fills a TPU."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels; the largest that fits is fastest."""

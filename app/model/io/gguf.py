@@ -25,7 +25,7 @@ HUGGING_FACE_CLASSES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
-"""`general.architecture` of the file -> `model_type` and class named in the rebuilt `config.json`."""
+"""Maps a file's `general.architecture` to the `model_type` and the class named in the rebuilt `config.json`."""
 
 CHUNK_BYTES = 1 << 16
 """Number of bytes dequantized at a time, so that intermediate arrays stay in a core's cache."""
@@ -83,7 +83,7 @@ class FastListReader(GGUFReader):
 
 
 class GgufFile:
-    """A GGUF file: tensors by Hugging Face name, dequantized when read; metadata; and rebuilt configuration files.
+    """A GGUF file: tensors with Hugging Face names, dequantized when read; metadata; and rebuilt configuration files.
 
     Raises:
         InputError: the file is damaged, or its architecture, a tensor or a quantization is not supported.
@@ -111,12 +111,12 @@ class GgufFile:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, outermost dim first, by Hugging Face name."""
+        """Maps the Hugging Face name of each tensor to its shape, outermost dim first."""
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
 
     @property
     def byte_ranges(self) -> dict[Path, dict[str, range]]:
-        """The byte range of each stored tensor, by file path and Hugging Face tensor name."""
+        """Maps the file's path to its tensors, and each tensor's Hugging Face name to its byte range."""
         edges = {name: (int(one.data_offset), int(one.n_bytes)) for name, one in self._tensors.items()}
         return {self.path: {name: range(start, start + size) for name, (start, size) in edges.items()}}
 

@@ -258,7 +258,7 @@ def load_weights(
 
 
 def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.ndarray) -> dict[ParamPath, np.ndarray]:
-    """Quantizes the kernel of one layer and returns its codes and scales by path."""
+    """Quantizes the kernel of one layer and returns its codes and scales, with their paths as keys."""
     parts = definition.quantizer(path).quantize(kernel)
     return {(*path[:-1], leaf): np.asarray(part) for leaf, part in parts.items()}
 

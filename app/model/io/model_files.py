@@ -65,7 +65,7 @@ class TensorSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, by Hugging Face name."""
+        """Maps the Hugging Face name of each tensor to its shape."""
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -135,7 +135,7 @@ class SafetensorsFiles:
 
     @property
     def byte_ranges(self) -> dict[Path, dict[str, range]]:
-        """The byte range of each tensor, by file and by a key that consists of the tensor's name, dtype and shape.
+        """Maps each file to its tensors' byte ranges, whose keys consist of a tensor's name, dtype and shape.
 
         Source: the safetensors format, https://huggingface.co/docs/safetensors.
         """

@@ -170,7 +170,7 @@ ProgramSpec = tuple[Callable[..., Any], tuple, dict[str, Any]]
 
 @dataclass(eq=False)
 class SlotPrograms:
-    """Compiles the programs for slots of given shapes, and maps the names of programs to them."""
+    """Compiles the programs for slots of given shapes, and gives access to them by name."""
 
     definition: DecoderDefinition
     mesh: Mesh
@@ -324,7 +324,7 @@ class SlotPrograms:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
     def program_specs(self, *, suspends: bool, recomputes: bool, truncates: bool) -> dict[ProgramName, ProgramSpec]:
-        """Returns the name -> specification of each program that `compile` compiles for these arguments."""
+        """Returns the names and specifications of the programs that `compile` needs for these arguments."""
         shapes, pool, row = self.shapes, self.abstract_pool, self.abstract_row
         per_row = self._replicated(self.num_shards * self.blocks_per_sample)
         most_copies = self._replicated(shapes.num_slots)

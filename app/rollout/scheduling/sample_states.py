@@ -65,7 +65,7 @@ class SampleEntry:
 
 @dataclass
 class SampleTable:
-    """The entries of all samples in a rollout that are not forgotten, with access by uid."""
+    """The entries of a rollout's samples, except forgotten ones, with uids as keys."""
 
     entries: dict[str, SampleEntry] = field(default_factory=dict)
     counts: Counter[SampleState] = field(default_factory=Counter)

@@ -156,7 +156,7 @@ class RayWorker(RolloutWorker):
     """Information about the actor, once it has started."""
     _actor: Any = None
     _rows: dict[str, RolloutSequence] = field(default_factory=dict)
-    """Name -> row in one of its slots."""
+    """Maps names to the rows in its slots."""
     _compiled: list[tuple[SamplingRules, bool]] = field(default_factory=list)
     _startup: list[Any] = field(default_factory=list)
     """Unfinished calls of `get_info` and `compile`."""
