@@ -53,7 +53,7 @@ from settings.loading.fields import value_of
 
 
 def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationSummary | None:
-    """Generates answers to the held-out prompts, grades them and writes them to `out`.
+    """Generates answers to the held-out prompts, grades them, and writes them to `out` unless that is None.
 
     Several hosts share the prompts; process 0 writes the file and is the only one to return a summary.
 

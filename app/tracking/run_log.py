@@ -159,9 +159,9 @@ class RunLog:
 
 
 def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> Any:
-    """Returns a wandb run, offline if WANDB_API_KEY is not set; None unless `logging.wandb_project` is set.
+    """Returns a wandb run, offline if WANDB_API_KEY is not set; None if `logging.*` disables wandb.
 
-    If wandb cannot start, a warning is logged and training continues without it.
+    If wandb cannot start, a warning is logged, and None is returned, so that training continues without it.
     """
     logging_settings = resolved.settings.logging
     if logging_settings.wandb_project is None or logging_settings.wandb_mode == "disabled":
