@@ -88,7 +88,7 @@ def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
 
 
 def recorded_groups(path: Path) -> DrawGroups:
-    """Returns a function that draws groups with replacement from a file of [prompt, completion] lengths by group."""
+    """Returns a function that draws groups with replacement from a file of groups of [prompt, completion] lengths."""
     recorded = json.loads(path.read_text(encoding="utf-8"))["groups"]
 
     def draw(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:

@@ -161,7 +161,7 @@ class RolloutWorkerPool(SampleGenerator):
 
     @property
     def learned_lengths(self) -> LearnedLengths:
-        """Length statistics of all rollouts so far, used by the next schedule."""
+        """Length statistics of earlier rollouts, used by the next schedule."""
         return self.shared_lengths.updated(self.new_lengths, window=self.schedule.pdsr.window)
 
     def record_lengths(self, newer: LearnedLengths) -> None:
