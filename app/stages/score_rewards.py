@@ -38,9 +38,9 @@ from settings.errors import InputError
 
 
 def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any] | None:
-    """Adds rewards to every sample of `input`. Devices are started only for a reward model or several hosts.
+    """Adds rewards to every sample of `input`; returns the summary to print, or None on processes other than 0.
 
-    The groups are divided over the hosts; the samples of a group need not be adjacent in the file.
+    The groups are divided over the hosts and need not be contiguous in the file. Devices are started only if needed.
 
     Raises:
         InputError: the settings, model, samples or output file cannot be used.

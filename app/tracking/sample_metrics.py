@@ -23,7 +23,7 @@ MAX_NAMES = 32
 def sample_metrics(
     samples: Sequence[Sample], functions: Sequence[str], is_compared: Callable[[Sample], bool]
 ) -> dict[str, float]:
-    """Returns statistics of rewards and lengths over the samples that have a reward.
+    """Returns statistics of rewards and lengths over the samples of all hosts that have a reward.
 
     Standard deviations are of the population (ddof = 0). A metric without values is NaN.
 
