@@ -154,7 +154,7 @@ H100 = GpuCard(
     driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
     """,
 )
-"""The SXM card, with the CUDA 13 versions of the compiler's package.
+"""The SXM card. The driver and runtime versions are those of the CUDA 13 compiler package.
 
 Source: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs."""
 

@@ -61,7 +61,7 @@ class Architecture:
     norm_epsilon: float
     max_positions: int
     tied_embeddings: bool
-    """Whether the LM head is the embedding matrix; if so, the checkpoint has no `lm_head.weight`."""
+    """Whether the LM head is the embedding matrix; if so, the checkpoint needs no `lm_head.weight`."""
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False

@@ -53,7 +53,7 @@ class RecurrenceTerms(NamedTuple):
     """Terms of the recurrence in the module docstring, per token."""
 
     deltas: Float32[Array, "B T"]
-    """One-step temporal differences."""
+    """TD errors, delta_t."""
     values: Float32[Array, "B T"]
     one_minus_decay: PerToken
     """1 - gamma lambda; 1 at the end of a sequence, 0 on a skipped token. After a row, the advantage is 0."""

@@ -84,7 +84,7 @@ class LengthEstimator:
         self.unit = unit
         self.history = dict(learned.prompts)
         self.group_max: dict[str, int] = {}
-        """Prompt -> tokens of its longest sample so far, including running ones."""
+        """Prompt -> number of tokens in its longest sample so far, including running ones."""
         self.group_measure: dict[str, float] = {}
         """Prompt -> largest `measure` of its samples so far."""
         self.finished: deque[FinishedLength] = deque(learned.finished, maxlen=window)
