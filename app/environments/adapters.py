@@ -50,7 +50,8 @@ def load_environment(
         _add(shared, Tool(name, TOOLS.get(path) or load_object(path)))
     made = source and (ENVIRONMENTS.get(source) or load_object(source))
     if source and not callable(made):
-        raise LoadError(f"expected a class or a function that makes an environment, got {describe_value(made)}")
+        got = describe_value(made)
+        raise LoadError(f"expected a class or a function that makes an environment, got {got}; correct env.source")
 
     def make() -> AdaptedEnvironment:
         return AdaptedEnvironment(await_value(made()) if made else None, shared)

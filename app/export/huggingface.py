@@ -250,7 +250,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def check_new_folder(path: Path) -> None:
     """Raises InputError if the path exists, or a folder cannot be created there."""
     if os.path.lexists(path):
-        raise InputError(f"--out: {path} exists already; give the name of a new folder, or move it away")
+        raise InputError(f"--out: {path} exists already; give the name of a new folder, or move the old one away")
     if not path.parent.is_dir():
         raise InputError(f"--out: {path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):

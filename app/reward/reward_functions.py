@@ -255,7 +255,9 @@ class RewardFunctions:
         if is_task_reward(item.name):
             return TaskReward(item.name)
         if item.name == MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
-            raise InputError(f"reward.functions: {item.name} needs an optional package; run pip install -e '.[math]'")
+            raise InputError(
+                f"reward.functions: {item.name} needs the package math-verify; run pip install -e '.[math]'"
+            )
         function = item.function or BUILT_IN_PLUG_INS[item.name]
         pool = open_pool(function, self._plugins, self._exit_stack, name=item.name)
         return PlugIn(item.name, pool, self._columns, batch_size=self._settings.batch_size)

@@ -114,7 +114,7 @@ class GaeSampleFile:
                     if not all(np.isfinite(part).all() for part in self._estimates_of([one])[0]):
                         raise InputError(
                             f"{one.where}: rewards or values are so large that advantages exceed float32; scale "
-                            "the rewards down"
+                            "them down"
                         )
             yield parts, window
 

@@ -123,7 +123,9 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             json.dumps(record, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise InputError(f"{where}: cannot be written as JSON: {error}; remove that column") from None
+            raise InputError(
+                f"{where}: cannot be written as JSON: {error}; remove or convert the column with this value"
+            ) from None
         yield where, record
 
 

@@ -97,7 +97,8 @@ class Bucket:
             self.delete(probe)
         if resume == "never" and self.has_run:
             raise InputError(
-                f"run.name: {self.address} already holds a run; choose another name, or continue it with --resume auto"
+                f"run.name: {self.address} already holds a run; choose another run.name, or continue it with --resume "
+                "auto"
             )
         if resume == "must" and not run.has_checkpoint:
             with self.explain_failure("read"):

@@ -43,7 +43,9 @@ def _check_hosts(resolved: Resolved) -> Iterator[str]:
     given = [f"<{field}>" for field in RENDEZVOUS_FIELDS if field not in missing]
     if mesh.coordinator_address == "auto":
         if given[1:]:
-            yield f"{' and '.join(given[1:])}: mesh.coordinator_address: auto finds the hosts itself; set this to null"
+            names = " and ".join(given[1:])
+            way_out = f"set {names.replace('<', '').replace('>', '')} to null"
+            yield f"{names}: mesh.coordinator_address: auto finds the hosts itself; {way_out}"
     elif given and missing:
         yield (
             f"{' and '.join(given)}: also set {' and '.join(missing)}, or only mesh.coordinator_address: auto if the "
@@ -54,8 +56,8 @@ def _check_hosts(resolved: Resolved) -> Iterator[str]:
         yield f"<mesh.process_id> is too large for <mesh.num_processes>; give every host its own id from 0 to {last}"
     if mesh.expect_processes not in (None, mesh.num_processes) and mesh.num_processes is not None:
         yield (
-            "<mesh.expect_processes> differs from <mesh.num_processes>; set it to null, or set both to the number of "
-            "hosts"
+            "<mesh.expect_processes> differs from <mesh.num_processes>; set the former to null, or both to the number "
+            "of hosts"
         )
     if mesh.cpu_devices is not None and mesh.platform not in ("auto", "cpu"):
         yield "<mesh.cpu_devices> is for CPU hosts, but <mesh.platform>; set it to null, or set mesh.platform: cpu"

@@ -200,10 +200,10 @@ def test_an_episode_is_written_with_its_conversation():
 @pytest.mark.parametrize(
     ("episode", "message"),
     [
-        (3, "episode: Input should be a dictionary or an instance of Episode, got 3"),
+        (3, "episode: expected a dictionary or an instance of Episode, got 3"),
         (episode_with(end="bored"), "episode.end: expected terminated, .* got 'bored'"),
         (episode_with(turns=[{"start": 0, "end": 1}]), r"episode.turns.0.text: Field required"),
-        (episode_with(0, reward=float("nan")), r"episode.turns.0.reward: Input should be a finite number, got nan"),
+        (episode_with(0, reward=float("nan")), r"episode.turns.0.reward: expected a finite number, got nan"),
         (episode_with(1, start=0), r"episode.turns.1 is from 0 to 5; turns must be in order: expected 1 <= start"),
         (episode_with(1, end=6), r"episode.turns.1 is from 3 to 6; .* end <= 5, the number of completion_token_ids"),
         (episode_with(1, start=4), r"loss_mask\[3\] is true, but this token is in no policy turn"),

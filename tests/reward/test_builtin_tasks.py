@@ -100,5 +100,7 @@ def test_a_math_verify_timeout_affects_only_its_own_sample() -> None:
 def test_error_about_missing_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)
-    with pytest.raises(InputError, match=r"reward\.functions: math_verify needs an optional package; run pip install"):
+    with pytest.raises(
+        InputError, match=r"reward\.functions: math_verify needs the package math-verify; run pip install"
+    ):
         score(["math_verify"], [make_sample("18")])

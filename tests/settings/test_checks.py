@@ -98,7 +98,7 @@ env.source=guess_number rollout.placement=global | =island | an environment answ
 env.tools=calculator rollout.stop=[x] | =[] | turns end at the model's end-of-turn token
 rollout.routing_replay=true env.tools=calculator | =[] | observations are not recorded
 env.source=guess_number rollout.pdsr.on_fast_limit=truncate rollout.scheduler=pdsr_v1 | =pdsr_v2 | has graded them
-mesh.coordinator_address=auto mesh.num_processes=2 | =null | auto finds the hosts itself; set this to null
+mesh.coordinator_address=auto mesh.num_processes=2 | =null | auto finds the hosts itself; set mesh.num_processes to null
 mesh.num_processes=2 | =null | also set mesh.coordinator_address and mesh.process_id, or only mesh.coordinator_address
 mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=2 | =1 | own id from 0 to 1$
 mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=1 mesh.expect_processes=4 | =2

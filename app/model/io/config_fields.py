@@ -84,7 +84,9 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 1
     if kind == "linear":
         return RopeConfig(theta, kind, positive_float(fields, "factor"))
     if kind != "llama3":
-        raise InputError(f"config.json: rope type {kind!r} is unsupported; use a model with default, linear or llama3")
+        raise InputError(
+            f"config.json: rope_type={kind!r} is not supported; use a model with default, linear or llama3"
+        )
     rope = RopeConfig(
         theta=theta,
         rope_type=kind,

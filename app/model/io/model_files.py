@@ -120,8 +120,8 @@ class SafetensorsFiles:
         for path, names in held.items():
             if twice := next((name for name in names if self._shards[name] != path), None):
                 raise InputError(
-                    f"{directory}: tensor {twice!r} is in {path.name} and in {self._shards[twice].name}; remove one of "
-                    "the two, or save the model again"
+                    f"{directory}: tensor {twice!r} is in {path.name} and in {self._shards[twice].name}; save "
+                    "the model again, so that each tensor is in one file"
                 )
         self._shapes = {
             name: _checked_shape(directory, name, handles[shard], shard)
