@@ -414,10 +414,8 @@ def _read_episode(record: Any, mask: Bool[np.ndarray, "C"] | None, num_tokens: i
         episode = EPISODE.validate_python(record)
     except ValidationError as error:
         [problem, *_] = error.errors(include_url=False)
-        place, expected = (
-            ".".join(map(str, ("episode", *problem["loc"]))),
-            problem["msg"].replace("Input should be", "expected"),
-        )
+        place = ".".join(map(str, ("episode", *problem["loc"])))
+        expected = problem["msg"].replace("Input should be", "expected")
         raise InputError(f"{where}: {place}: {expected}, got {problem['input']!r:.40}") from None
     if episode.end not in EPISODE_ENDS:
         raise InputError(f"{where}: episode.end: expected {join_words(EPISODE_ENDS)}, got {episode.end!r:.40}")

@@ -29,7 +29,7 @@ from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tok
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
-from settings.errors import InputError, join_words
+from settings.errors import InputError, join_words, renamed_in_errors
 from settings.schema.model import PROJECTION_GROUPS, AttentionImplementation, ModelSettings
 from settings.schema.rollout import RolloutWeights
 
@@ -152,7 +152,9 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
 def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation, *, config_only: bool) -> NetworkSpec:
     """Opens the files of a causal language model; if they have no LM head, the embeddings are tied."""
     files = open_model(path, config_only=config_only)
-    with model_setting_in_errors(setting):
+    # The configuration of a GGUF file is rebuilt from its metadata.
+    source = files.path.name if files.path.suffix == ".gguf" else "config.json"
+    with model_setting_in_errors(setting), renamed_in_errors("config.json", to=source):
         architecture = architecture_from_config(files.config, attention=attention)
     if architecture.tied_embeddings and has_own_head(files.weights):
         log.warning(

@@ -268,7 +268,7 @@ def _open_safetensors(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"{path} cannot be read as safetensors ({error}); correct this, or download it again"
+            f"{path} cannot be read as safetensors ({error}); download it again, or make it readable"
         ) from error
 
 
@@ -292,7 +292,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error}); correct this, or download it again") from error
+        raise InputError(f"{path} cannot be read as JSON ({error}); download it again, or make it readable") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}; download it again")
     return value

@@ -88,7 +88,7 @@ UNKNOWN = "is not supported, because it is unknown in this architecture; use the
         (tensor("blk.0.attn_q.weight.lora_a"), f"'blk.0.attn_q.weight.lora_a' {UNKNOWN}"),
         (lambda writer: writer.add_sliding_window(256), r"llama\.attention\.sliding_window' = 256 is not supported"),
         (lambda writer: writer.add_rope_dimension_count(16), "partial_rotary_factor=0.5"),
-        (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "'yarn' is unsupported"),
+        (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "'yarn' is not supported"),
     ],
 )
 def test_unsupported_gguf_features_are_refused_by_name(tmp_path, add, message):

@@ -62,7 +62,7 @@ def test_unindexed_tensors_are_read_and_duplicate_ones_refused(tmp_path):
     folder = write_sharded_model(tmp_path, dict(zip(indexed, (first, second), strict=True)))
     assert_holds_the_tensors(open_model(str(folder)))
     save_file({name: TENSORS[name] for name in (indexed[0], last)}, folder / first)
-    assert_refused(folder, f"'{last}' is in {first} and in {second}; remove one")
+    assert_refused(folder, f"'{last}' is in {first} and in {second}; save the model again")
 
 
 def test_a_peft_adapter_as_model_is_refused_with_advice_to_merge_it(tmp_path):
@@ -127,7 +127,7 @@ def test_incomplete_model_directories_are_refused_with_the_reason(tmp_path):
 def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
     file = write_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept_bytes])
-    assert_refused(tmp_path, r"model\.safetensors is truncated")
+    assert_refused(tmp_path, r"model\.safetensors cannot be read as safetensors")
 
 
 @pytest.mark.parametrize(
