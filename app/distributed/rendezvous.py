@@ -195,8 +195,8 @@ def _listen(member: ClusterMember) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=host == "::")
     except OSError as error:
         problem = (
-            f"process 0 cannot listen at {address} ({error.strerror}); set it to an address of this host and a port "
-            f"above 1023, or set {BIND_ADDRESS_VARIABLE} to the address at which to listen"
+            f"process 0 cannot listen at {address} ({error.strerror}); set it to a port above 1023 at an address of "
+            f"this host, which has mesh.process_id 0, or set {BIND_ADDRESS_VARIABLE} to the address at which to listen"
         )
         if error.errno == errno.EADDRINUSE:
             with suppress(OSError):

@@ -71,7 +71,7 @@ def test_an_unusable_coordinator_address_is_refused(monkeypatch: pytest.MonkeyPa
     assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in error
     assert "choose another port on every host" in error
     # 192.0.2.0/24 is reserved for documentation (RFC 5737), so no host has this address.
-    assert "must be an address of this host, which has mesh.process_id 0" in come(ClusterMember("192.0.2.1:8476", 2, 0))
+    assert "at an address of this host, which has mesh.process_id 0" in come(ClusterMember("192.0.2.1:8476", 2, 0))
     assert "the host name 'nowhere.invalid' cannot be resolved" in come(ClusterMember("nowhere.invalid:8476", 2, 0))
 
 
