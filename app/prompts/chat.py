@@ -78,7 +78,7 @@ def split_completion(completion: Any, where: str) -> tuple[Messages, Messages]:
     check_text(messages, where)
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
     if first is None:
-        raise InputError(f"{where}: no message is the assistant's, so there is nothing to learn; remove the row")
+        raise InputError(f"{where}: no message has the role assistant, so there is nothing to learn; remove the row")
     return messages[:first], messages[first:]
 
 

@@ -208,8 +208,8 @@ def _read_hub(source: str, split: str) -> list[RawRow]:
         table = datasets.load_dataset(hub_id, config, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise InputError(
-            f"data.source: {source} (split {split!r}) cannot be loaded: {error}. Without a network, set it to the"
-            " path of a .jsonl or .parquet file, or use builtin:arithmetic"
+            f"data.source: {source} (split {split!r}) cannot be loaded: {error}; correct data.source or "
+            "data.split or, without a network, name a .jsonl or .parquet file"
         ) from error
     stem = f"{Path(hub_id).name}/{split}"
     return [(f"{stem}/{i}", f"{source} {split} row {i}", to_json(row)) for i, row in enumerate(table.to_list())]

@@ -50,7 +50,7 @@ class ConversationEncoder:
         ids = np.asarray(self._encode_untrimmed(prompt.source, completion), np.int32)
         if not len(ids):
             raise InputError(
-                f"{prompt.uid}: the tokenizer returns no tokens for this prompt and its completion; remove the row"
+                f"{prompt.uid}: the tokenizer of reward.model returns no tokens for this sample; remove the row"
             )
         read = np.flatnonzero(ids != self._pad_id) if isinstance(self._pad_id, int) else np.asarray([len(ids) - 1])
         return ids[: read[-1] + 1] if len(read) else ids[:1]
@@ -68,7 +68,7 @@ class ConversationEncoder:
             return self._template.ids(messages, add_generation_prompt=False)
         if not isinstance(source, str) or self._data.system_prompt is not None:
             raise InputError(
-                "the model's tokenizer has no chat template, so prompts must be plain text, and data.system_prompt "
-                "null; add chat_template.jinja to the model, or choose another one"
+                "the tokenizer of reward.model has no chat template, so prompts must be plain text, and "
+                "data.system_prompt null; add chat_template.jinja to the model, or choose another one"
             )
         return self._hf_tokenizer.encode(source + completion, split_special_tokens=True)

@@ -136,7 +136,10 @@ def test_the_column_of_completions_can_be_chosen(tmp_path):
     [
         ({"prompt": "q", "completion": None}, "2: completion: expected a completion as text or chat, got None; remove"),
         ({"prompt": "q", "completion": " "}, "2: completion: expected a completion as text or chat, got ' '"),
-        ({"prompt": "q", "completion": CHAT[:1]}, "2: completion: no message is the assistant's, so there is nothing"),
+        (
+            {"prompt": "q", "completion": CHAT[:1]},
+            "2: completion: no message has the role assistant, so there is nothing",
+        ),
         (
             {"prompt": "q", "completion": [{"role": "assistant", "content": 5}]},
             "2: completion: `content` of a chat message must be",
