@@ -252,13 +252,7 @@ def _fetch_once(bucket: Bucket, run: RunDirectory, steps: Collection[int] | None
     if not small and not new:
         return ""
     parts = {step: {name: sizes[name] for name in complete[step]} for step in new}
-    needed = sum(sum(one.values()) for one in (small, *parts.values()))
-    free = shutil.disk_usage(next(parent for parent in run.path.absolute().parents if parent.is_dir())).free
-    if needed > free:
-        raise InputError(
-            f"{bucket.option}: {bucket.address} takes {format_bytes(needed)}, but only {format_bytes(free)} are free "
-            f"on the disk of {run.path}; free some space, or start in another folder"
-        )
+    _check_space(bucket, run, needed := sum(sum(one.values()) for one in (small, *parts.values())))
     log.info("fetching %s from %s", format_bytes(needed), bucket.address)
     with bucket.explain_failure("fetched"), _fetched(run) as partial:
         bucket.download(small, partial)
@@ -273,12 +267,20 @@ def _fetch_once(bucket: Bucket, run: RunDirectory, steps: Collection[int] | None
             shutil.rmtree(target, ignore_errors=True)
             (partial / "checkpoints" / str(step)).rename(target)
     if best in run.checkpoint_steps:
-        link = run.path / BEST
         with suppress(OSError):  # Some file systems have no links.
-            link.unlink(missing_ok=True)
-            link.symlink_to(str(best))
+            (run.path / BEST).unlink(missing_ok=True)
+            (run.path / BEST).symlink_to(str(best))
     what = "all but its checkpoints" if steps is not None and not steps else run.describe_newest_checkpoint()
     return f"fetched from {bucket.address}: {what}"
+
+
+def _check_space(bucket: Bucket, run: RunDirectory, num_bytes: int) -> None:
+    free = shutil.disk_usage(next(parent for parent in run.path.absolute().parents if parent.is_dir())).free
+    if num_bytes > free:
+        raise InputError(
+            f"{bucket.option}: {bucket.address} takes {format_bytes(num_bytes)}, but only {format_bytes(free)} are "
+            f"free on the disk of {run.path}; free some space, or start in another folder"
+        )
 
 
 def is_same_run(bucket: Bucket, run: RunDirectory) -> bool:
