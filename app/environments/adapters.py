@@ -199,7 +199,8 @@ def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
     messages = []
     for message in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise PlugInValueError(f"returned {describe_value(message)}, expected a string, or messages with a string")
+            got = describe_value(message)
+            raise PlugInValueError(f"returned {got}, expected a string, or messages with a string as 'content'")
         if message.get("role") not in roles:
             role = message.get("role")
             raise PlugInValueError(f"returned a message with role {role!r}, expected {' or '.join(roles)}")

@@ -97,18 +97,19 @@ class ObservationEncoder:
             where = len(os.path.commonprefix([self._start, text]))  # noqa: RUF071 -- no paths
             raise InputError(
                 "the chat template changes earlier turns when messages follow, so the policy would not see "
-                f"what it wrote: {self._start[where : where + 60]!r} becomes {text[where : where + 60]!r}; use another "
-                "template, or an environment of one turn"
+                f"what it wrote: {self._start[where : where + 60]!r} becomes {text[where : where + 60]!r}; use a "
+                "model with another template, or an environment of one turn"
             )
         start = self._encode_start(text[:end])
         if ids[: len(start)] != start:
             raise InputError(
-                "the tokenizer merges the end of a turn and the text after it into one token; use another template"
+                "the tokenizer merges the end of a turn and the text after it into one token; use a model with another "
+                "template"
             )
         if ids[len(start) : len(start) + 1] in ([token_id] for token_id in self._tokenizer.eos_ids):
             raise InputError(
                 "the chat template starts an observation with a token that also ends a turn, so that token would "
-                "occur twice; use another template"
+                "occur twice; use a model with another template"
             )
         return text[end:], ids[len(start) :]
 

@@ -202,7 +202,7 @@ METRICS = (
     Metric("policy/learning_rate", "learning rate of the last update",
         "follows `optimizer.schedule`", "change `optimizer.learning_rate`, `warmup_steps`, `final_fraction`"),
     Metric("policy/nonfinite_updates", "updates skipped so far because of a NaN or infinite loss or gradient",
-        "0", "train in float32, lower the learning rate"),
+        "0", "set `model.dtype=float32`, lower the learning rate"),
     Metric("policy/nonfinite_in_a_row",
         "number of consecutive skipped updates up to now; the run ends at 3",
         "0", "as for `policy/nonfinite_updates`"),

@@ -185,7 +185,10 @@ def aggregate_rewards(
 def _failures(
     index: int, outcomes: Mapping[str, Sequence[RewardOutcome]], when_all_abstain: Failure | None
 ) -> dict[str, Failure]:
-    """Maps the functions that failed on a sample to their failures; if all abstained, the empty name to one failure."""
+    """Maps the functions that failed on a sample to their failures.
+
+    If all abstained, and `when_all_abstain` is given, the empty name maps to it instead.
+    """
     if when_all_abstain and all(o[index].abstained for o in outcomes.values()):
         return {"": when_all_abstain}
     return {name: failure for name, o in outcomes.items() if (failure := o[index].failure)}

@@ -170,9 +170,9 @@ class EnvironmentSettings(Section):
     """Maximum length of a policy turn in tokens; a longer turn truncates the sample. If null, only
     `rollout.max_new_tokens` limits it, which counts all tokens after the prompt, including observations."""
     max_observation_tokens: int | None = Field(default=1024, ge=1, le=MAX_TOKENS)
-    """Maximum length of an observation in tokens, not counting those that the chat template adds. A longer observation
-    is cut at the end of its messages, with a note for the policy; null never cuts. An observation that does not fit
-    into `rollout.max_new_tokens` truncates the sample."""
+    """Maximum length of an observation in tokens, not counting those that the chat template adds. Text beyond it is
+    replaced by a note for the policy; null never cuts. An observation that does not fit into `rollout.max_new_tokens`
+    truncates the sample."""
     parser: ToolCallFormat = "auto"
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
     Hermes), as one JSON object (json: Llama 3), or not at all (none). `auto` selects the format that the chat template

@@ -103,7 +103,7 @@ def test_gym_environments_return_four_or_five_values(result, messages, reward, e
             "with role 'assistant', expected user or tool",
         ),
         (StepResult([{"role": "user", "content": b"a"}]), "'content': b'a'}, expected a string"),  # pyright: ignore[reportArgumentType]
-        (([1, 2], 0.0, False, {}), "expected a string, or messages with a string"),
+        (([1, 2], 0.0, False, {}), "expected a string, or messages with a string as 'content'"),
         (("x", np.array([1, 2]), False, {}), "expected a number"),
     ],
 )

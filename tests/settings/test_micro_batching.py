@@ -63,7 +63,7 @@ def test_micro_batching_follows_the_latest_layer_or_is_inherited(text, overrides
     assert f"{quota} {rows}" == expected
 
 
-def test_the_last_of_score_strategy_and_fixed_rows_decides() -> None:
+def test_whichever_of_score_strategy_and_rows_per_device_is_set_last_wins() -> None:
     for text, override, expected in (
         ("score: {strategy: off}", "score.rows_per_device=3", ("loop", "derived")),
         ("score: {rows_per_device: 3}", "score.strategy=off", ("off", "set")),

@@ -305,7 +305,7 @@ def _solve_steps(
 
 
 def _distinct(numbers: Int[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
-    """Returns the sorted numbers without duplicates."""
+    """Removes duplicates from sorted numbers."""
     return numbers[np.append(numbers[1:] != numbers[:-1], True)] if len(numbers) else numbers
 
 
