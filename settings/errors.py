@@ -1,5 +1,6 @@
 """Defines InputError, which reports invalid input, never bugs, and joins and replaces words in its messages."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -20,8 +21,9 @@ def join_words(words: Iterable[object], *, last: str = "or") -> str:
 
 @contextmanager
 def renamed_in_errors(name: str, *, to: str) -> Iterator[None]:
-    """Returns a context manager in which each InputError names the setting or option `to` instead of `name`."""
+    """Returns a context manager in which each InputError says `to` instead of `name`, except within paths and words."""
+    whole_word = re.compile(rf"(?<![\w./\\:-]){re.escape(name)}(?![\w/\\-]|\.\w)")
     try:
         yield
     except InputError as error:
-        raise InputError(str(error).replace(name, to)) from error
+        raise InputError(whole_word.sub(lambda _: to, str(error))) from error
