@@ -116,7 +116,7 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
         num_devices: devices of a host.
 
     Raises:
-        InputError: no device would be left to train, an index is too large, or a fraction is not a whole number.
+        InputError: no device would be left to train, an index is too large, or a fraction gives no whole number.
     """
     if num_devices == 1:
         got = list(wanted) if isinstance(wanted, tuple) else f"{wanted:g}"

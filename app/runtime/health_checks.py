@@ -61,7 +61,7 @@ def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) 
 
 
 def stop_if_diverged(metrics: Mapping[str, float | None]) -> None:
-    """Raises RuntimeError after `MAX_NONFINITE_STEPS` updates in a row with a NaN or infinite gradient."""
+    """Raises RuntimeError after `MAX_NONFINITE_STEPS` updates in a row with a NaN or infinite loss or gradient."""
     for network, section in (("policy", "optimizer"), ("value", "critic")):
         in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
         if in_a_row >= MAX_NONFINITE_STEPS:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 NUM_PROMPTS_LOOKED_AT = 1000
 MAX_UNKNOWN_SHARE = 0.1
-"""Fraction of unknown tokens above which a warning is logged; text in the tokenizer's language has almost none."""
+"""Fraction of unknown tokens from which a warning is logged; text in the tokenizer's language has almost none."""
 PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
 """Tokenized prompts, or the data set rows from which they are made."""
 

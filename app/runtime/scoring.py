@@ -60,7 +60,7 @@ class ScoringSession:
     scorer: Scorer
     """Scores with the policy, including its adapters if it has any."""
     reference_scorer: Scorer
-    """Scores with the teacher or, without a teacher, with the policy without its adapters."""
+    """Scores with the network of the teacher or, without a teacher, of the policy without adapters."""
     critic: CriticModel | None = None
     teacher: NetworkSpec | None = None
     """The model of `reference.path`; None if it is not set."""

@@ -73,7 +73,7 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
 def _blocks_beside_programs(
     few: SlotPrograms, more: SlotPrograms, room: int, *, truncates: bool, recomputes: bool
 ) -> int:
-    """Returns the largest number of blocks with which every program fits in `room` bytes; 0 if none can be compiled.
+    """Returns the largest number of blocks with which every program fits in `room` bytes; 0 if one cannot be compiled.
 
     The bytes per block, including padding and copies, are measured by compiling each program for both block counts.
     """

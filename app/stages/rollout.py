@@ -328,7 +328,7 @@ class PromptShard:
 def rollout_identity(
     settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
 ) -> Identity:
-    """Returns named values of everything that determines the samples. Starts the devices if needed."""
+    """Returns named values of everything that determines the samples. The devices must be started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)

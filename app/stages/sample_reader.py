@@ -49,7 +49,7 @@ class SampleReader:
         self, path: Path, architecture: Architecture, encoder: SampleEncoder, *, replays_routes: bool = False
     ) -> None:
         if path.exists() and not path.is_file():
-            raise InputError(f"--input: {path} is not a regular file, which can be read twice; give a saved file")
+            raise InputError(f"--input: {path} is not a regular file, but must be read twice; save it to a file")
         self._path = path
         self._architecture = architecture
         self._encoder = encoder

@@ -139,7 +139,7 @@ def test_score_refuses_input_that_is_not_a_sample_file(tiny_model: Path, tmp_pat
     os.mkfifo(tmp_path / "pipe")
     if role == "policy":
         result = score(tiny_model, tmp_path / "pipe", tmp_path / "out.jsonl", role)
-        assert result.exit_code == 2 and "is not a regular file, which can be read twice" in result.stderr
+        assert result.exit_code == 2 and "is not a regular file, but must be read twice" in result.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 

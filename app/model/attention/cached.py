@@ -32,7 +32,7 @@ BLOCKS_PER_ROW_MIN = 16
 BLOCK_SIZE_MAX = 512
 """Maximum number of tokens in a KV block."""
 BLOCK_SIZE_MIN = {"tpu": 256, "gpu": 64}
-"""Maps a platform to the minimum number of tokens in a KV block. TPU v4 and v6e read 256 about as fast as 512."""
+"""Maps a platform to the minimum number of tokens in a KV block. TPU v4 and v6e read 512 nearly as quickly as 256."""
 
 
 def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTypeLike) -> int | None:

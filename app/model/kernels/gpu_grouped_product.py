@@ -123,7 +123,7 @@ def _matrix_kernel(x: Any, dy: Any, firsts: Any, sizes: Any, gradient: Any) -> N
 
 
 def _tile(size: int, largest: int) -> int:
-    """Returns the tile size along a dim: a power of two, at least `MIN_TILE` and at most `largest`."""
+    """Returns the tile size along a dim: the largest power of two that divides it, from `MIN_TILE` to `largest`."""
     return min(max(size & -size, MIN_TILE), largest)
 
 

@@ -1,1 +1,1 @@
-"""Samples tokens from logits with reproducible PRNG keys, optionally truncated by top-k, top-p and min-p."""
+"""Samples tokens from logits with reproducible PRNG keys, and truncates distributions by top-k, top-p and min-p."""
