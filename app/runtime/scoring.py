@@ -63,7 +63,7 @@ class ScoringSession:
     """Scores with the network of the teacher or, without a teacher, of the policy without adapters."""
     critic: CriticModel | None = None
     teacher: NetworkSpec | None = None
-    """The model of `reference.path`; None if it is not set."""
+    """The model of `reference.path`; None if it is not used."""
     generation_devices: tuple[int, ...] = ()
     """Indices of this host's devices that only generate; empty if all belong to the mesh."""
 

@@ -73,7 +73,7 @@ class TrainingInputs:
     """Report for users: how columns are mapped, and how many prompts are kept and dropped."""
     reward_model: RewardModelSpec | None = None
     teacher: NetworkSpec | None = None
-    """The model of `reference.path`; None if it is not set."""
+    """The model of `reference.path`; None if it is not used."""
     replay: Replay | None = None
     """The saved samples to train on; None if samples are generated."""
     given: Sequence[Sample] = ()
