@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -152,9 +152,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
 def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation, *, config_only: bool) -> NetworkSpec:
     """Opens the files of a causal language model; if they have no LM head, the embeddings are tied."""
     files = open_model(path, config_only=config_only)
-    # The configuration of a GGUF file is rebuilt from its metadata.
-    source = files.path.name if files.path.suffix == ".gguf" else "config.json"
-    with model_setting_in_errors(setting), renamed_in_errors("config.json", to=source):
+    with model_setting_in_errors(setting), _config_source_in_errors(files):
         architecture = architecture_from_config(files.config, attention=attention)
     if architecture.tied_embeddings and has_own_head(files.weights):
         log.warning(
@@ -207,7 +205,8 @@ def refuse_quantized_experts(architecture: Architecture, setting: str) -> None:
 def open_value_network(path: str, settings: Settings, *, heads: tuple[str, ...], config_only: bool) -> NetworkSpec:
     """Opens the files of a network with a value head, without checking its tensors."""
     files = open_model(path, config_only=config_only)
-    architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
+    with _config_source_in_errors(files):
+        architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
     return NetworkSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
 
 
@@ -274,10 +273,15 @@ def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: b
 def model_setting_in_errors(setting: str) -> Iterator[None]:
     """Makes each InputError of the `with` block name `setting` instead of `model.path`."""
     try:
-        yield
+        with renamed_in_errors("model.path", to=setting):
+            yield
     except InputError as error:
-        text = str(error).replace("model.path", setting)
-        raise InputError(text if setting in text else f"{setting}: {text}") from error
+        raise InputError(str(error) if setting in str(error) else f"{setting}: {error}") from error
+
+
+def _config_source_in_errors(files: ModelFiles) -> AbstractContextManager[None]:
+    """Makes each InputError of the `with` block name the file of the configuration, which may be a GGUF file."""
+    return renamed_in_errors("config.json", to=files.path.name if files.path.suffix == ".gguf" else "config.json")
 
 
 def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
