@@ -5,8 +5,8 @@ random moment between the first file of the run and its end. Then the same comma
 some of these runs are compared bit for bit with an uninterrupted run. If both hosts have already ended well at that
 moment, another moment is drawn; every other outcome is a trial. The logs of failed trials are printed.
 
-SIGTERM ends a host at once during setup, which lasts until the settings of the run are written. Then the other host
-must end in time, as after a kill. Such trials are also counted separately.
+During setup, SIGTERM ends a host at once, and the other host must end in time, as after a kill. Such trials are also
+counted separately. Setup ends shortly before the settings of the run are written.
 
     python scripts/bench/faults.py [--trials 30] [--heartbeat 10] [--compare-every 3] [--separate] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""Compares the speed of packed rows and padded rows with equal numbers of token positions, in scoring and update.
+"""Compares the speed of packed rows and padded rows under the same quota of token positions, in scoring and update.
 
     python scripts/bench/throughput.py [--shape small|qwen2.5-0.5b] [--quota 4096] [--num-samples 48] [--dtype float32]
         [--rounds 3] [--out FILE.json]
