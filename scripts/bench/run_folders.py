@@ -33,8 +33,10 @@ from tests.tracking.buckets import bucket_server  # noqa: E402
 START = "import scripts.bench.run_folders as measured; measured.measure(); import cli; cli.main()"
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def memory_bytes() -> int:
+    """Returns the resident memory of this process without pages of files, which the kernel can evict."""
+    _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - of_files) * 4096
 
 
 def measure() -> None:
@@ -48,12 +50,12 @@ def measure() -> None:
     def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def timed(*arguments: Any, **options: Any) -> Any:
-            before, over = resident_bytes(), threading.Event()
+            before, over = memory_bytes(), threading.Event()
             peak = [before]
 
             def watch() -> None:
                 while not over.wait(0.005):
-                    peak.append(max(peak.pop(), resident_bytes()))
+                    peak.append(max(peak.pop(), memory_bytes()))
 
             thread = threading.Thread(target=watch)
             thread.start()
