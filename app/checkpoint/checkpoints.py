@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -248,8 +249,10 @@ class Checkpoints:
             self._manager.delete(superseded)
 
     def close(self) -> None:
+        """Waits for a save; `finish` raises its error, which must not replace the error that ends a run earlier."""
         self._reader.close()
-        self._manager.close()
+        with suppress(Exception):
+            self._manager.close()
 
 
 @functools.cache

@@ -111,9 +111,11 @@ class Process0Manager:
 
     def close(self) -> None:
         if self._manager is not None:
-            self._manager.close()
-            # After a failed save, it would take up the space that the next one needs.
-            shutil.rmtree(self._gathered_dir, ignore_errors=True)
+            # After a failed save, which raises its error here, the folder would take up the space for the next one.
+            try:
+                self._manager.close()
+            finally:
+                shutil.rmtree(self._gathered_dir, ignore_errors=True)
 
 
 class GatheredArray(np.memmap):

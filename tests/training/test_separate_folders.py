@@ -1,5 +1,7 @@
 """Tests runs on two hosts of which only the first has the run directory."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,23 @@ def test_a_folder_that_process_0_cannot_write_gives_one_error_on_all_hosts(confi
     errors = [[line for line in host.stderr.splitlines() if line.startswith("error: ")] for host in hosts]
     assert [len(lines) for lines in errors] == [1, 1] and "on host 0 (" in errors[1][0]
     assert all("run.dir: cannot write to /proc: " in lines[0] for lines in errors)
+
+
+def test_a_disk_that_runs_full_gives_one_error_on_all_hosts(config: Path) -> None:
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot mount a small disk")
+    runs = config.parent / "runs"
+    runs.mkdir()
+    # A checkpoint takes 200 KiB, and twice as much while it is written.
+    mount = f"mount --make-rprivate / && mount -t tmpfs -o size=600k none {runs}"
+    small = f"import ctypes, os; ctypes.CDLL(None).unshare(0x20000); assert not os.system({mount!r})\n"
+    (python, code), saved = HOSTS_PROGRAM, program.settings("checkpoint.every_steps=1", "checkpoint.keep=9")
+    programs = (python, small + code), blind_host(runs)
+    hosts = run_on_two_hosts("train", "--config", config, *program.settings(*HALF), *saved, programs=programs)
+    assert [host.exit_code for host in hosts] == [1, 1], hosts
+    text = rf"no space is left to write [^\n]* on the disk of {runs}/tiny; checkpoint \d is complete\. Free some space"
+    assert len(re.findall(f"error: DiskFullError: {text}", hosts[0].stderr)) == 1, hosts
+    assert re.search(f"host 0 has failed, so this host exits: {text}", hosts[1].stderr), hosts
 
 
 def test_old_checkpoints_on_another_host_do_not_matter_to_a_run_in_a_bucket(config: Path) -> None:
