@@ -27,7 +27,7 @@ from app.report.alerts import Alert
 from settings import InputError, Resolved
 
 if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+    from app.tracking.tensorboard import TensorBoardWriter
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +138,7 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(known, step=step)
         if self._tensorboard is not None:
-            for name in known.keys() - {"step"}:
-                self._tensorboard.add_scalar(name, known[name], step)
-            self._tensorboard.flush()
+            self._tensorboard.add_scalars({name: known[name] for name in known.keys() - {"step"}}, step)
 
     def alert(self, alert: Alert) -> None:
         """Sends an alert to TensorBoard and wandb. Files do not contain it, as it can be derived from the metrics."""
@@ -150,10 +148,12 @@ class RunLog:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
     def close(self) -> None:
-        with suppress(OSError):  # The error was already raised when the line could not be written; try again here.
+        # Their errors were already raised when a line could not be written; try again here.
+        with suppress(OSError):
             self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with suppress(OSError):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -190,7 +190,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
         return None
 
 
-def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> SummaryWriter | None:
+def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> TensorBoardWriter | None:
     """Opens a TensorBoard writer and logs the settings to it; returns None without `logging.tensorboard`.
 
     Args:
@@ -198,9 +198,9 @@ def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -
     """
     if not resolved.settings.logging.tensorboard:
         return None
-    from tensorboardX import SummaryWriter
+    from app.tracking.tensorboard import TensorBoardWriter
 
-    writer = SummaryWriter(str(run.tensorboard_dir), purge_step=next_step)
+    writer = TensorBoardWriter(run.tensorboard_dir, next_step=next_step)
     writer.add_text("settings", "    " + resolved.to_yaml().replace("\n", "\n    "), next_step)
     return writer
 

@@ -4,9 +4,11 @@ import gzip
 import json
 import logging
 import os
+import resource
 import shutil
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -111,6 +113,20 @@ def test_tensorboard_shows_the_metrics_of_a_resumed_run_once(run: RunDirectory) 
             log.write_metrics(step, {"loss": step / 2, "perf/mfu": None})
         log.close()
     assert scalars_of(run.path) == {("loss", step): step / 2 for step in range(5)}
+
+
+def test_a_tensorboard_file_that_cannot_grow_raises_an_error_at_every_step(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("app.tracking.tensorboard", reason="pip install -e '.[tensorboard]'")
+    with closing(tensorboard.TensorBoardWriter(tmp_path, next_step=0)) as writer:
+        (file,) = tmp_path.iterdir()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, hard))
+        try:
+            for step in range(20):
+                with pytest.raises(OSError, match="File too large"):
+                    writer.add_scalars({"loss": 1.0}, step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.slow

@@ -85,9 +85,10 @@ def test_a_disk_that_runs_full_gives_one_error_on_all_hosts(config: Path) -> Non
     # A checkpoint takes 200 KiB, and twice as much while it is written.
     mount = f"mount --make-rprivate / && mount -t tmpfs -o size=600k none {runs}"
     small = f"import ctypes, os; ctypes.CDLL(None).unshare(0x20000); assert not os.system({mount!r})\n"
-    (python, code), saved = HOSTS_PROGRAM, program.settings("checkpoint.every_steps=1", "checkpoint.keep=9")
+    (python, code), files = HOSTS_PROGRAM, ("checkpoint.every_steps=1", "checkpoint.keep=9", "logging.report=true")
+    written = program.settings(*HALF, *files, "logging.tensorboard=true")
     programs = (python, small + code), blind_host(runs)
-    hosts = run_on_two_hosts("train", "--config", config, *program.settings(*HALF), *saved, programs=programs)
+    hosts = run_on_two_hosts("train", "--config", config, *written, programs=programs)
     assert [host.exit_code for host in hosts] == [1, 1], hosts
     text = rf"no space is left to write [^\n]* on the disk of {runs}/tiny; checkpoint \d is complete\. Free some space"
     assert len(re.findall(f"error: DiskFullError: {text}", hosts[0].stderr)) == 1, hosts
