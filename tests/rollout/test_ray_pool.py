@@ -134,7 +134,7 @@ def test_actors_return_routes_and_say_why_they_cannot_start(monkeypatch: pytest.
 
 
 def test_settings_that_ray_actors_cannot_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"rollout\.workers\.fast\.slots: batches of 4 rows .* the 3 row shards"):
+    with pytest.raises(InputError, match=r"rollout\.workers\.fast\.slots: batches of 4 rows .* the 3 devices"):
         check_slots_divide(actor_spec(), 3)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     for port in (1, 99999):
