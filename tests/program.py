@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -86,6 +87,17 @@ def train_here(config: Path, *overrides: str, resume: str = "never", allow_chang
 def succeeded(result: Result) -> Result:
     assert result.exit_code == 0, result.stderr
     return result
+
+
+@contextmanager
+def limited_file_size(num_bytes: int) -> Iterator[None]:
+    """Makes writes beyond this size of a file fail in this process, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

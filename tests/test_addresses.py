@@ -70,7 +70,7 @@ def test_options_for_local_files_reject_bucket_addresses(
 @pytest.mark.usefixtures("in_folder")
 def test_an_option_that_accepts_buckets_rejects_other_addresses(tmp_path: Path) -> None:
     address = "https://host/samples.jsonl"
-    expected = f"error: --input: expected a local path, or a run at gs:// or s3://, got {address}\n"
+    expected = f"error: --input: expected a local path, or a run at gs:// or s3://, got {address}; download it first\n"
     refused(tmp_path, "score", "--out", "there.jsonl", "--input", address, message=expected)
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -249,10 +248,13 @@ class Checkpoints:
             self._manager.delete(superseded)
 
     def close(self) -> None:
-        """Waits for a save; `finish` raises its error, which must not replace the error that ends a run earlier."""
+        """Waits for a save. Its error is only logged: it must not replace the error that ends a run before `finish`."""
         self._reader.close()
-        with suppress(Exception):
+        try:
             self._manager.close()
+        # Every exception, because Orbax raises TensorStore's errors as ValueError or wraps them in a bare Exception.
+        except Exception as error:
+            log.warning("the last checkpoint is not saved: %s", error)
 
 
 @functools.cache

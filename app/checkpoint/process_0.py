@@ -111,7 +111,7 @@ class Process0Manager:
 
     def close(self) -> None:
         if self._manager is not None:
-            # After a failed save, which raises its error here, the folder would take up the space for the next one.
+            # After a failed save, whose error this may raise, the folder would take up the space for the next one.
             try:
                 self._manager.close()
             finally:

@@ -190,7 +190,9 @@ def _fetch(option: str, address: str) -> Path:
     if option in OUTPUTS:
         raise InputError(f"{option}: {NO_ADDRESS}, got {address}; {COPYING}")
     if address.partition("://")[0] not in EXTRAS:
-        raise InputError(f"{option}: expected a local path, or a run at gs:// or s3://, got {address}")
+        raise InputError(
+            f"{option}: expected a local path, or a run at gs:// or s3://, got {address}; download it first"
+        )
     # The run, or a path one or two levels below it: `<run>/checkpoints/<step>`.
     for depth in range(min(3, address.count("/") - 2)):
         bucket = Bucket(address.rsplit("/", depth)[0], option=option)

@@ -84,7 +84,7 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
             "held-out data, or eval.every_steps to 0 to train without evaluations"
         )
     num_problems = num_prompts or data.num_problems
-    setting = "data.source" if source == data.source else "data.eval_source"
+    setting = "data.source" if data.eval_source is None else "data.eval_source"
     with renamed_in_errors("data.source", to=setting), renamed_in_errors("data.split", to="data.eval_split"):
         dataset = _load(data, source, split=split, num_problems=num_problems, seed=HELD_OUT_SEED)
     if not isinstance(data.source, str):

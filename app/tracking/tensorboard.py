@@ -23,7 +23,8 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, *, next_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._events = EventsWriter(str(folder / "events"))
+        # The name that the library makes differs only after a second.
+        self._events = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         self._write(next_step, session_log=SessionLog(status=SessionLog.START))
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -34,7 +34,7 @@ START = "import scripts.bench.run_folders as measured; measured.measure(); impor
 
 
 def memory_bytes() -> int:
-    """Returns the resident memory of this process without pages of files, which the kernel can evict."""
+    """Returns the resident memory of this process without pages of files and shared memory."""
     _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - of_files) * 4096
 

@@ -33,7 +33,7 @@ from tests.checkpoints import (
     steps_in,
     write,
 )
-from tests.program import digest_of
+from tests.program import digest_of, limited_file_size
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +208,13 @@ def test_a_checkpoint_of_another_version_is_refused_and_kept(folder: Path, check
     with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(f'{folder}/2 {other}')} choose another"):
         PolicyCheckpoint.open(folder / "2")
     assert digest_of(folder) == before
+
+
+def test_closing_logs_the_error_of_a_failed_save_and_raises_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = opened(tmp_path)
+    with limited_file_size(3000):
+        checkpoints.save(make_state(1), progress(1))
+        checkpoints.close()
+    assert "the last checkpoint is not saved: " in caplog.text and "File too large" in caplog.text

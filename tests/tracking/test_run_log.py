@@ -4,10 +4,8 @@ import gzip
 import json
 import logging
 import os
-import resource
 import shutil
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -20,7 +18,17 @@ from app.records.run_directory import RunDirectory, check_run_directory
 from app.tracking.run_log import WANDB_SECTIONS, RunLog
 from app.tracking.timer import StepProfiler
 from settings import Settings, load
-from tests.program import CANARY, DEADLINE_S, metrics_of, reproducible, settings, started, succeeded, train_here
+from tests.program import (
+    CANARY,
+    DEADLINE_S,
+    limited_file_size,
+    metrics_of,
+    reproducible,
+    settings,
+    started,
+    succeeded,
+    train_here,
+)
 
 
 @pytest.fixture
@@ -106,8 +114,6 @@ def test_tensorboard_shows_the_metrics_of_a_resumed_run_once(run: RunDirectory) 
     pytest.importorskip("tensorboardX", reason="pip install -e '.[tensorboard]'")
     resolved = load(None, ["logging.tensorboard=true"], {})
     for steps, last_step in ((range(4), None), (range(2, 5), 1)):
-        if last_step:
-            time.sleep(1.1)  # File names contain the second.
         log = RunLog(run, resolved, last_step=last_step, wandb_id=None)
         for step in steps:
             log.write_metrics(step, {"loss": step / 2, "perf/mfu": None})
@@ -119,14 +125,10 @@ def test_a_tensorboard_file_that_cannot_grow_raises_an_error_at_every_step(tmp_p
     tensorboard = pytest.importorskip("app.tracking.tensorboard", reason="pip install -e '.[tensorboard]'")
     with closing(tensorboard.TensorBoardWriter(tmp_path, next_step=0)) as writer:
         (file,) = tmp_path.iterdir()
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, hard))
-        try:
+        with limited_file_size(file.stat().st_size):
             for step in range(20):
                 with pytest.raises(OSError, match="File too large"):
                     writer.add_scalars({"loss": 1.0}, step)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.slow

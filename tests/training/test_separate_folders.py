@@ -78,13 +78,13 @@ def test_a_folder_that_process_0_cannot_write_gives_one_error_on_all_hosts(confi
 
 
 def test_a_disk_that_runs_full_gives_one_error_on_all_hosts(config: Path) -> None:
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("this user cannot mount a small disk")
     runs = config.parent / "runs"
     runs.mkdir()
     # A checkpoint takes 200 KiB, and twice as much while it is written.
     mount = f"mount --make-rprivate / && mount -t tmpfs -o size=600k none {runs}"
-    small = f"import ctypes, os; ctypes.CDLL(None).unshare(0x20000); assert not os.system({mount!r})\n"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("this user cannot mount a small disk")
+    small = f"import ctypes, os; assert not ctypes.CDLL(None).unshare(0x20000) and not os.system({mount!r})\n"
     (python, code), files = HOSTS_PROGRAM, ("checkpoint.every_steps=1", "checkpoint.keep=9", "logging.report=true")
     written = program.settings(*HALF, *files, "logging.tensorboard=true")
     programs = (python, small + code), blind_host(runs)
