@@ -12,7 +12,7 @@ from app.records.run_directory import RunDirectory, lock_run_directory
 from app.tracking.bucket import BEST, Bucket
 from app.tracking.run_mirror import RunMirror
 from settings.errors import InputError
-from tests.program import here, settings, succeeded
+from tests.program import here, records_of, settings, succeeded
 from tests.tracking.buckets import bucket_server
 
 PLACE = "gs://bucket/place"
@@ -38,13 +38,13 @@ NO_ADDRESS = "expected a local path or a name, not an address"
 def test_settings_of_local_paths_reject_bucket_addresses(
     arguments: tuple[str, ...], named: str, in_folder: None, tmp_path: Path
 ) -> None:
-    refused(tmp_path, "train", *arguments, message=f"error: {named}: {NO_ADDRESS}")
+    assert refusal(tmp_path, "train", *arguments).startswith(f"error: {named}: {NO_ADDRESS}")
 
 
 @pytest.mark.parametrize("place", ["ftq://a/b", "s3://", "gs:///folder"])
 def test_run_dir_must_be_a_folder_or_an_address_in_a_bucket(place: str, in_folder: None, tmp_path: Path) -> None:
     expected = "error: run.dir: expected a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER, got "
-    refused(tmp_path, "train", *settings(f"run.dir={place}"), message=expected)
+    assert refusal(tmp_path, "train", *settings(f"run.dir={place}")).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_run_dir_must_be_a_folder_or_an_address_in_a_bucket(place: str, in_folde
 def test_options_for_local_files_reject_bucket_addresses(
     arguments: tuple[str, ...], in_folder: None, tmp_path: Path
 ) -> None:
-    refused(tmp_path, *arguments, message=f"error: {arguments[-2]}: {NO_ADDRESS}")
+    assert refusal(tmp_path, *arguments).startswith(f"error: {arguments[-2]}: {NO_ADDRESS}")
 
 
 @pytest.mark.usefixtures("in_folder")
 def test_an_option_that_accepts_buckets_rejects_other_addresses(tmp_path: Path) -> None:
     address = "https://host/samples.jsonl"
     expected = f"error: --input: expected a local path, or a run at gs:// or s3://, got {address}; download it first\n"
-    refused(tmp_path, "score", "--out", "there.jsonl", "--input", address, message=expected)
+    assert refusal(tmp_path, "score", "--out", "there.jsonl", "--input", address) == expected
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +102,16 @@ def test_error_says_that_a_bucket_address_contains_no_run(
 ) -> None:
     option = "RUN_DIR" if arguments[0] == "report" else next(word for word in arguments[::-1] if word[:2] == "--")
     expected = f"error: {option}: there is no run at {arguments[-1]}, and only runs are fetched; "
-    refused(tmp_path, *arguments, message=expected)
+    assert refusal(tmp_path, *arguments).startswith(expected)
 
 
-def refused(folder: Path, *arguments: str, message: str) -> None:
-    """Checks that there is one error, before JAX is loaded and before anything is written."""
+def refusal(folder: Path, *arguments: str) -> str:
+    """Returns the only error of a command, which comes before JAX is loaded and before anything is written."""
     result = here(*arguments)
-    assert result.exit_code == 2 and result.stderr.startswith(message), result.stderr
+    assert result.exit_code == 2, result.stderr
     assert result.stderr.count("\n") == 1 and "loading JAX" not in result.stderr and not result.stdout
     assert not any(folder.iterdir())
+    return result.stderr
 
 
 @pytest.mark.usefixtures("bucket", "in_folder")
@@ -156,7 +157,9 @@ def test_a_run_of_several_hosts_is_read_on_one_without_waiting_for_them(finished
     lines = [line for line in text.splitlines(keepends=True) if line.strip().split(":")[0] not in mesh]
     (run / "settings.yaml").write_text("".join(lines).replace("mesh:\n", f"mesh:\n{mesh}", 1))
     (run / "sessions.jsonl").unlink()
-    succeeded(here("evaluate", "--checkpoint", run, "--out", tmp_path / "evaluated.jsonl"))
+    out = tmp_path / "evaluated.jsonl"
+    succeeded(here("evaluate", "--checkpoint", run, "--out", out))
+    assert len(records_of(out)) == len(records_of(run / "eval" / "step_000004.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,10 @@ def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) 
     _simulated_devices = compile_only_devices(slice) if slice is not None and compiles else None
 
 
-def missing_platform_error(platform: str, reason: str) -> InputError:
-    """Returns the error for a `mesh.platform` whose devices are not available."""
-    return InputError(f"mesh.platform: {platform} is not available: {reason}; set it to auto")
+def missing_platform_error(platform: str, reason: str, way_out: str = "") -> InputError:
+    """Returns the error for a `mesh.platform` whose devices are not available; `auto` is always a way out."""
+    way_out = f"{way_out}, or set it to auto" if way_out else "set it to auto"
+    return InputError(f"mesh.platform: {platform} is not available: {reason}; {way_out}")
 
 
 def global_devices(settings: MeshSettings) -> Sequence[Any]:

@@ -22,6 +22,7 @@ from app.mesh.chips import parse_pretended
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
+    missing_platform_error,
     quiet_libtpu,
     simulate_slice,
     simulated_slice,
@@ -196,9 +197,8 @@ def _bypass_proxies(member: ClusterMember) -> None:
 def _check_backend_installed(platform: str) -> None:
     """Raises InputError if JAX's library for the platform is missing, before other hosts wait for this one."""
     if not is_backend_installed(platform):
-        raise InputError(
-            f"mesh.platform: {platform} is not available: JAX's library for it is not installed; run pip install -e "
-            f"'.[{platform}]', or set it to auto"
+        raise missing_platform_error(
+            platform, "JAX's library for it is not installed", f"run pip install -e '.[{platform}]'"
         )
 
 

@@ -252,7 +252,8 @@ def _fetch_once(bucket: Bucket, run: RunDirectory, steps: Collection[int] | None
     if not small and not new:
         return ""
     parts = {step: {name: sizes[name] for name in complete[step]} for step in new}
-    _check_space(bucket, run, needed := sum(sum(one.values()) for one in (small, *parts.values())))
+    needed = sum(sum(one.values()) for one in (small, *parts.values()))
+    _check_space(bucket, run, needed)
     log.info("fetching %s from %s", format_bytes(needed), bucket.address)
     with bucket.explain_failure("fetched"), _fetched(run) as partial:
         bucket.download(small, partial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from settings.errors import join_words
 from settings.loading.resolve import Resolved
 
 
@@ -119,4 +120,5 @@ def check_staleness(resolved: Resolved) -> Iterator[str]:
 def _how_to_get_workers(resolved: Resolved) -> str:
     rollout = resolved.settings.rollout
     missing = ["rollout.scheduler: adaptive"] if rollout.scheduler is None else []
-    return " and ".join(missing + (["rollout.placement: island"] if rollout.placement == "global" else []))
+    missing += ["rollout.placement: island"] if rollout.placement == "global" else []
+    return join_words(missing, last="and")
