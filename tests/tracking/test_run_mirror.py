@@ -19,7 +19,7 @@ from app.commands.addresses import name_run
 from app.records.run_directory import FETCHED, Resume, RunDirectory, check_run_directory
 from app.tracking import bucket as bucket_module
 from app.tracking import run_mirror
-from app.tracking.bucket import BEST, LEASE, Bucket, complete_steps, fetch_run, replace_checkpoint
+from app.tracking.bucket import BEST, LEASE, MULTIPART_BYTES, Bucket, complete_steps, fetch_run, replace_checkpoint
 from app.tracking.run_mirror import LeaseLostError, RunMirror
 from settings import load
 from settings.errors import InputError
@@ -109,6 +109,22 @@ def test_the_mirror_uploads_each_checkpoint_and_is_downloaded_once(
     assert checkpoints_of(elsewhere) == {k: v for k, v in checkpoints_of(run).items() if k.startswith("3/")}
     assert metrics_of(elsewhere.path) == metrics_of(run.path) and elsewhere.has_settings
     assert fetch_run(bucket, elsewhere) == ""
+
+
+# aiohttp warns of gcsfs's large requests.
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_every_byte_of_a_file_arrives_in_the_bucket(run: RunDirectory, address: str) -> None:
+    ends = b"", b"\r", b"\n", b"\r\n", b"\r\r", b"\n--==0==--", b"\r\n--==0==\n\nmore"
+    contents = {f"{n}-{size}": bytes(size) + ends[n] for n in range(len(ends)) for size in (0, MULTIPART_BYTES)}
+    for name, content in contents.items():
+        (run.checkpoints_dir / "1" / "state" / name).write_bytes(content)
+    bucket = Bucket(address)
+    with RunMirror(run, bucket) as mirror:
+        mirror.start()
+    assert complete_steps(bucket, bucket.sizes()).keys() == {1}
+    for name, content in contents.items():
+        bucket.write("written", content)
+        assert bucket.read("written") == bucket.read(f"checkpoints/1/state/{name}") == content, name
 
 
 def test_a_run_that_does_not_fit_on_the_disk_is_not_fetched(run, address, tmp_path, monkeypatch) -> None:
