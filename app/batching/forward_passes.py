@@ -10,7 +10,6 @@ from jaxtyping import Array, Float32, Int32
 from app.batching.token_batch import TokenBatch
 from app.mesh.axis_rules import row_shard_size
 from app.model.decoder import Decoder, ValueDecoder
-from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import hidden_before_targets, token_logprobs
 
 
@@ -45,8 +44,9 @@ def row_logprobs(
         logits_chunk: number of tokens per device that pass through the LM head at once, at least one per row.
         entropy_gradient: whether entropies are differentiable.
     """
-    layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
-    hidden, routes = decoder.hidden_and_routes(rows.token_ids, layout, recorded=rows.routes, dtype=dtype, remat=remat)
+    hidden, routes = decoder.hidden_and_routes(
+        rows.token_ids, rows.layout, recorded=rows.routes, dtype=dtype, remat=remat
+    )
     scored = token_logprobs(
         hidden_before_targets(hidden, rows.logits_indices),
         decoder.head,
@@ -61,6 +61,5 @@ def row_logprobs(
 
 def critic_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
     """Returns the value of the state before each target; finite but undefined on padding."""
-    layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
-    hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)
+    hidden = decoder.hidden(rows.token_ids, rows.layout, dtype=dtype, remat=remat)
     return decoder.values(hidden_before_targets(hidden, rows.logits_indices))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,10 +18,8 @@ from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
 from app.model.architecture import RouteShape
 from app.model.experts import UNRECORDED
+from app.model.segment_layout import HostOrDevice, SegmentLayout
 from app.records.sample import Sample
-
-HostOrDevice = Any
-"""numpy before placement on devices, `jax.Array` after."""
 
 NO_TARGET = -1
 """Value of `logits_indices` on padding."""
@@ -33,12 +31,7 @@ class TokenBatch:
     """One micro-batch of packed rows, the input of a forward pass: numpy on the host, global arrays on devices."""
 
     token_ids: Int32[HostOrDevice, "R T"]
-    positions: Int32[HostOrDevice, "R T"]
-    """Position in the segment: 0 .. S-1 in its prompt; every completion continues from S."""
-    segment_ids: Int32[HostOrDevice, "R T"]
-    """1, 2, ... for the segments of a row; 0 is padding."""
-    branch_ids: Int32[HostOrDevice, "R T"]
-    """1, 2, ... for the completions of a shared prompt; 0 on prompts and completions of unshared prompts."""
+    layout: SegmentLayout
     logits_indices: Int32[HostOrDevice, "R C"]
     """Index in the row of the hidden state that predicts each target: at the token before it or, for the first token of
     a completion, at the last prompt token. -1 where there is no target."""
@@ -103,14 +96,16 @@ def pack_tokens(
             [samples[i].prompt.token_ids for i in at.prompt_sources],
             [samples[i].completion_ids for i in at.completion_sources],
         ),
-        positions=rows(
-            [_expand_ranges(zeros, at.prompt_lengths)],
-            [_expand_ranges(at.prompt_lengths[segment_indices], at.completion_lengths)],
+        layout=SegmentLayout(
+            segment_ids=rows(
+                [np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[segment_indices], at.completion_lengths)]
+            ),
+            branch_ids=rows([np.zeros(len(prompts), np.int32)], [np.repeat(at.branch_ids, at.completion_lengths)]),
+            positions=rows(
+                [_expand_ranges(zeros, at.prompt_lengths)],
+                [_expand_ranges(at.prompt_lengths[segment_indices], at.completion_lengths)],
+            ),
         ),
-        segment_ids=rows(
-            [np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[segment_indices], at.completion_lengths)]
-        ),
-        branch_ids=rows([np.zeros(len(prompts), np.int32)], [np.repeat(at.branch_ids, at.completion_lengths)]),
         logits_indices=at.align_to_targets([places % shape[1]], np.int32, padding=NO_TARGET),
         targets=at.align_to_targets([samples[i].completion_ids for i in at.completion_sources], np.int32),
         loss_mask=at.align_to_targets([samples[i].mask for i in at.completion_sources], np.bool_),

@@ -107,8 +107,7 @@ def attention_differences(
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
     row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
-    batch = pack_tokens(longest_samples(3, prompt=PROMPT, completion=COMPLETION), row)
-    layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)
+    layout = pack_tokens(longest_samples(3, prompt=PROMPT, completion=COMPLETION), row).layout
     is_token = (layout.segment_ids != 0)[:, :, None, None]
     by_token, by_key = (1, NUM_TOKENS, a.num_query_heads, a.head_dim), (1, a.num_kv_heads, NUM_TOKENS, a.head_dim)
     rng = np.random.default_rng(0)

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxtyping import Float
 
-from app.batching.token_batch import HostOrDevice
+from app.model.segment_layout import HostOrDevice
 
 KLEstimator = Callable[[HostOrDevice, HostOrDevice], Any]
 

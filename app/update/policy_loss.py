@@ -32,8 +32,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from app.batching.forward_passes import row_logprobs
-from app.batching.token_batch import HostOrDevice, TokenBatch
+from app.batching.token_batch import TokenBatch
 from app.model.decoder import DecoderDefinition, Params
+from app.model.segment_layout import HostOrDevice
 from app.update.kl import KLEstimator, k1, k3
 from app.update.ratios import ImportanceCorrection, LogRatioFn, SampleReducer, token_log_ratio
 from app.update.route_metrics import RouteCounts, count_routes, route_metrics

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from app.batching.token_batch import HostOrDevice
+from app.model.segment_layout import HostOrDevice
 
 
 @jax.tree_util.register_dataclass

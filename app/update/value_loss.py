@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float32
 
 from app.batching.forward_passes import critic_values
 from app.batching.micro_batch_plan import MicroBatch
-from app.batching.token_batch import HostOrDevice, TokenBatch, pack_per_token, pack_tokens
+from app.batching.token_batch import TokenBatch, pack_per_token, pack_tokens
 from app.model.decoder import DecoderDefinition, Params
+from app.model.segment_layout import HostOrDevice
 from app.records.sample import Sample
 from app.update.loss_aggregation import StepTotals, token_mean
 from app.update.policy_loss import LossStats

@@ -71,7 +71,7 @@ def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
     heads, key_heads, head_dim = architecture.num_query_heads, architecture.num_kv_heads, architecture.head_dim
     query = on_mesh((mesh.size, num_tokens, heads, head_dim), jnp.bfloat16)
     keys = on_mesh((mesh.size, key_heads, num_tokens, head_dim), jnp.bfloat16)
-    layout = SegmentLayout(*(on_mesh(x.shape, x.dtype) for x in (batch.segment_ids, batch.branch_ids, batch.positions)))
+    layout = SegmentLayout(*(on_mesh(x.shape, x.dtype) for x in batch.layout))
     with jax.set_mesh(mesh):
         gradients = jax.jit(
             jax.grad(loss, argnums=(0, 1, 2)), compiler_options=compiler_options(mesh, packed_rows=True)

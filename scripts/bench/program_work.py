@@ -102,12 +102,11 @@ def packed_pass_work(
         has_gradients: whether the pass is forward and backward.
     """
     batch = pack_tokens(samples, micro_batch)
-    layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)
     targets = batch.logits_indices >= 0
     work = max(
         (
             _rows_work(architecture, mesh, dtype, part, num_logits=0 if logits_chunk is None else int(has_target.sum()))
-            for part, has_target in _by_device(mesh, layout, targets)
+            for part, has_target in _by_device(mesh, batch.layout, targets)
         ),
         key=lambda one: one.model_flops,
     )

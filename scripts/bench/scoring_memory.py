@@ -18,6 +18,7 @@ from throughput import SMALL, one_device
 from app.batching.token_batch import TokenBatch
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition
+from app.model.segment_layout import SegmentLayout
 from app.score.scorer import Scorer
 
 
@@ -42,7 +43,7 @@ def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: 
     scorer = Scorer(definition, mesh, dtype=jnp.dtype("float32"), logits_chunk=logits_chunk)
     row = jax.ShapeDtypeStruct((1, quota), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, quota), jnp.bool)
-    batch = TokenBatch(row, row, row, row, logits_indices=row, targets=row, loss_mask=mask)
+    batch = TokenBatch(row, SegmentLayout(row, row, row), logits_indices=row, targets=row, loss_mask=mask)
     params = abstract_arrays(definition.shapes, definition.shardings(mesh))
     memory = scorer.lower(params, batch).compile().memory_analysis()
     assert memory is not None, "this backend does not report the memory of programs"

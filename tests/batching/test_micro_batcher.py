@@ -40,7 +40,7 @@ def test_packed_rows_fill_the_data_axes_of_the_mesh(mesh_shape):
     found = cut.packing_stats()
     assert found["computed_tokens"] == sum(len(m.rows) * m.shape.num_tokens for m in cut.local_plan.micro_batches)
     packed = [pack_tokens(samples, m) for m in cut.local_plan.micro_batches]
-    assert found["real_tokens"] == sum(int((p.segment_ids > 0).sum()) for p in packed)
+    assert found["real_tokens"] == sum(int((p.layout.segment_ids > 0).sum()) for p in packed)
     for sample, values in zip(
         samples, unpack_per_token([p.targets for p in packed], samples, cut.local_plan), strict=True
     ):

@@ -23,9 +23,9 @@ def test_packed_completions_after_a_shared_prompt_equal_a_hand_written_row():
     micro_batch = MicroBatch((((1,), (2, 0)), ()), RowShape(num_tokens=13, num_completion_tokens=7))
     batch = pack_tokens(THREE_OF_TWO_PROMPTS, micro_batch)
     np.testing.assert_array_equal(batch.token_ids[0], [30, 31, 32, 40, 10, 11, 50, 51, 20, 21, 22, 0, 0])
-    np.testing.assert_array_equal(batch.positions[0], [0, 1, 2, 3, 0, 1, 2, 3, 2, 3, 4, 0, 0])
-    np.testing.assert_array_equal(batch.segment_ids[0], [1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 0, 0])
-    np.testing.assert_array_equal(batch.branch_ids[0], [0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 0, 0])
+    np.testing.assert_array_equal(batch.layout.positions[0], [0, 1, 2, 3, 0, 1, 2, 3, 2, 3, 4, 0, 0])
+    np.testing.assert_array_equal(batch.layout.segment_ids[0], [1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 0, 0])
+    np.testing.assert_array_equal(batch.layout.branch_ids[0], [0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 0, 0])
     np.testing.assert_array_equal(batch.logits_indices[0], [2, 5, 6, 5, 8, 9, -1])
     np.testing.assert_array_equal(batch.targets[0], [40, 50, 51, 20, 21, 22, 0])
     np.testing.assert_array_equal(batch.loss_mask[0], [True, True, True, True, False, True, False])
@@ -36,7 +36,7 @@ def test_empty_rows_of_a_batch_contain_only_padding():
     for samples, rows, empty in ((TWO, ((0,), (), (1,), ()), [1, 3]), ([], ((), ()), [0, 1])):
         batch = pack_tokens(samples, alone(*rows, shape=shape))
         assert (batch.token_ids.shape, batch.targets.shape) == ((len(rows), 6), (len(rows), 3))
-        assert not batch.segment_ids[empty].any()
+        assert not batch.layout.segment_ids[empty].any()
         assert not batch.loss_mask[empty].any()
         assert (batch.logits_indices[empty] == -1).all()
 
@@ -105,12 +105,12 @@ def test_packed_samples_keep_the_tokens_and_positions_of_an_unpacked_row(packing
         for r, row in enumerate(micro_batch.rows):
             for number, segment in enumerate(row, start=1):
                 for branch, i in enumerate(segment, start=1):
-                    own = (batch.segment_ids[r] == number) & np.isin(
-                        batch.branch_ids[r], [0, branch if len(segment) > 1 else 0]
+                    own = (batch.layout.segment_ids[r] == number) & np.isin(
+                        batch.layout.branch_ids[r], [0, branch if len(segment) > 1 else 0]
                     )
                     expected = np.concatenate([samples[i].prompt.token_ids, samples[i].completion_ids])
                     np.testing.assert_array_equal(batch.token_ids[r][own], expected)
-                    np.testing.assert_array_equal(batch.positions[r][own], np.arange(len(expected)))
+                    np.testing.assert_array_equal(batch.layout.positions[r][own], np.arange(len(expected)))
                     seen.append(i)
     assert sorted(seen) == list(range(len(samples)))
 

@@ -128,9 +128,9 @@ def test_remat_saves_memory_without_changing_gradients():
     params = tiny.random_params(definition)
     token_ids = np.random.default_rng(4).integers(0, tiny.BIASED.vocab_size, (2, 40)).astype(np.int32)
     weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
-    segments, branches, positions = single_segment_layout(np.ones(token_ids.shape, bool))
+    layout = single_segment_layout(np.ones(token_ids.shape, bool))
     indices, targets = np.broadcast_to(np.arange(39), (2, 39)), token_ids[:, 1:]
-    rows = TokenBatch(token_ids, positions, segments, branches, indices, targets, indices >= 0)
+    rows = TokenBatch(token_ids, layout, indices, targets, indices >= 0)
 
     def compiled(remat: str, dtype: str = "float32") -> Any:
         def loss(params: Params) -> Array:

@@ -18,7 +18,6 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import UNRECORDED, Experts, choose_experts, pack_routes, unpack_routes
 from app.model.grouped_product import blockwise_matrix_gradient, grouped_product, tgmm_product
 from app.model.kernels import gpu_grouped_product
-from app.model.segment_layout import SegmentLayout
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.update.policy_loss import make_policy_objective
@@ -155,8 +154,7 @@ def with_own_routes() -> list[Sample]:
     plan, found = tiny.one_a_row(len(SAMPLES), rows_per_micro_batch=1, num_tokens=16, num_targets=9), []
     for sample, micro_batch in zip(SAMPLES, plan.micro_batches, strict=True):
         rows = pack_tokens(SAMPLES, micro_batch)
-        layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
-        live = np.asarray(find(params(), rows.token_ids, layout))
+        live = np.asarray(find(params(), rows.token_ids, rows.layout))
         length = len(sample.prompt.token_ids) + len(sample.completion_ids)
         found.append(replace(sample, routes=np.moveaxis(live[:, 0, :length], 0, 1).astype(np.uint8)))
     return found

@@ -115,9 +115,8 @@ def test_only_a_chunk_of_completion_tokens_ever_has_logits():
     definition, shape, targets = DecoderDefinition.create(replace(ODD, num_layers=1)), (ROWS, 22), (ROWS, 14)
 
     def loss(params):
-        segments, branches, positions = single_segment_layout(jnp.ones(shape, bool))
-        ones = jnp.ones(targets, jnp.int32)
-        rows = TokenBatch(jnp.ones(shape, jnp.int32), positions, segments, branches, ones, ones, ones > 0)
+        layout, ones = single_segment_layout(jnp.ones(shape, bool)), jnp.ones(targets, jnp.int32)
+        rows = TokenBatch(jnp.ones(shape, jnp.int32), layout, ones, ones, ones > 0)
         how = {"temperature": 1.0, "dtype": jnp.dtype("float32"), "remat": "none", "logits_chunk": 4 * ROWS}
         logprobs, entropy, _ = row_logprobs(definition.bind(params), rows, **how)
         return jnp.sum(logprobs), entropy
