@@ -39,11 +39,7 @@ class PdsrV1Policy(SchedulingPolicy):
     def __init__(self, context: SchedulingContext):
         super().__init__(context)
         self._probes = Probes(context)
-        self._queues: dict[SampleRole, PriorityQueue] = {
-            "probe": PriorityQueue(),
-            "fast": PriorityQueue(),
-            "heavy": PriorityQueue(),
-        }
+        self._queues: dict[SampleRole, PriorityQueue] = {role: PriorityQueue() for role in SERVED_BY}
         self._batch: dict[str, float | None] = {}
         """Prompt -> measured length of its probe; infinite if it exceeded the limit, None while it is running."""
 

@@ -41,7 +41,7 @@ class PdsrV2Policy(SchedulingPolicy):
     def __init__(self, context: SchedulingContext):
         super().__init__(context)
         self._probes = Probes(context)
-        self._queues = {name: PriorityQueue() for name in ("fast", "heavy", "tripped", "pinned")}
+        self._queues = {name: PriorityQueue() for name in SERVED_BY}
         self._neutral: dict[str, float] = {}
         """Prompt -> length of its probe, which finished before there was a threshold."""
         self._stolen: dict[str, RowLimit] = {}
@@ -79,7 +79,7 @@ class PdsrV2Policy(SchedulingPolicy):
     def _apply_verdict(self, prompt: str, verdict: WorkerKind) -> None:
         """Sets the verdict of a prompt, and moves its waiting samples to the matching queue."""
         siblings = self._probes.set_verdict(prompt, verdict)
-        waiting = [uid for uid in self._queues["fast"].uids() if self.context.samples[uid].prompt == prompt]
+        waiting = [uid for uid in self._queues["fast"] if self.context.samples[uid].prompt == prompt]
         for uid in siblings + (waiting if verdict == "heavy" else []):
             self._queues["fast"].remove(uid)
             entry = self.context.samples[uid]

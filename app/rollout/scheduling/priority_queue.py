@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 
 class PriorityQueue:
     """Orders samples by (rank, sample number), smallest first; sample numbers are unique."""
 
     def __init__(self) -> None:
-        self._keys: dict[str, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, str]] = []
+        self._keys: dict[str, tuple[float, int, str]] = {}
+        self._sorted: list[tuple[float, int, str]] = []
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._sorted)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the uids in order."""
+        return (uid for _, _, uid in self._sorted)
 
     def put(self, uid: str, rank: float, number: int) -> None:
         """Adds a sample, or changes its rank."""
-        if self._keys.get(uid) == (rank, number):
-            return
-        self._keys[uid] = (rank, number)
-        heapq.heappush(self._heap, (rank, number, uid))
-
-    def peek(self) -> str | None:
-        """Returns the uid of the next sample without removing it; None if the queue is empty."""
-        while self._heap:
-            rank, number, uid = self._heap[0]
-            if self._keys.get(uid) == (rank, number):
-                return uid
-            heapq.heappop(self._heap)
-        return None
+        self.remove(uid)
+        self._keys[uid] = (rank, number, uid)
+        insort(self._sorted, self._keys[uid])
 
     def remove(self, uid: str) -> None:
         """Removes a sample, if it is in the queue."""
-        self._keys.pop(uid, None)
-
-    def uids(self) -> list[str]:
-        """Returns the uids of all samples in order."""
-        return sorted(self._keys, key=self._keys.__getitem__)
+        if (key := self._keys.pop(uid, None)) is not None:
+            del self._sorted[bisect_left(self._sorted, key)]

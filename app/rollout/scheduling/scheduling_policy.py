@@ -195,10 +195,7 @@ class SchedulingContext:
 
     def first_fitting(self, queue: PriorityQueue, worker: WorkerState) -> str | None:
         """Returns the first sample of a queue that fits a worker, without removing it."""
-        first = queue.peek()
-        if first is None or worker.fits(self.samples[first]):
-            return first
-        return next((uid for uid in queue.uids() if worker.fits(self.samples[uid])), None)
+        return next((uid for uid in queue if worker.fits(self.samples[uid])), None)
 
     def first_servable(
         self, queues: Mapping[QueueName, PriorityQueue], served_by: Mapping[QueueName, WorkerKind], worker: WorkerState
