@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8, UInt32
 
 from app.mesh.axis_rules import current_device, shard_map_by_dims
@@ -58,9 +57,25 @@ class KernelQuantizer:
             scales[TILED_DIM] //= tile_size(kernel[TILED_DIM])
         return codes, scales
 
-    def quantize(self, kernel: Float[Array, "*dims"] | Float32[np.ndarray, "*dims"]) -> dict[str, Array]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def quantize(self, kernel: Float[Array, "*dims"]) -> dict[str, Array]:
         """Returns codes and scales under their leaf names; the results do not depend on the mesh."""
-        return _quantize(self, kernel)
+        if self.quantization == "int8":
+            inputs = tuple(axis for axis, dim in enumerate(self.dims) if dim not in self.scale_dims)
+            scales = jnp.max(jnp.abs(kernel), axis=inputs) / INT8_END
+            scales = jnp.where(scales == 0, 1.0, scales)
+            codes = jnp.clip(jnp.round(kernel / scales), -128, 127)
+            return {CODES: codes.astype(jnp.int8), SCALES: scales}
+
+        import qwix
+
+        by_dim = dict(zip(self.dims, kernel.shape, strict=True))
+        tiled = self.dims.index(TILED_DIM)
+        channelwise = [axis for axis in range(len(self.dims)) if axis != tiled]
+        tiles = {tiled: tile_size(by_dim[TILED_DIM])}
+        quantized = qwix.quantize(kernel, "nf4", channelwise_axes=channelwise, tiled_axes=tiles)
+        scales = quantized.scale.reshape(tuple(self.sizes(by_dim)[1].values()))
+        return {CODES: _pack_4bit(quantized.qvalue, tiled), SCALES: scales}
 
     def dequantize(
         self,
@@ -118,26 +133,6 @@ def check_qwix_installed() -> None:
             f"{QUANTIZE_BASE_SETTING} needs {QUANTIZATION_PACKAGE} {oldest} or later, but {found}; run "
             f"pip install -e '.[qlora]', or set {QUANTIZE_BASE_SETTING} to null"
         )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _quantize(quantizer: KernelQuantizer, kernel: Array) -> dict[str, Array]:
-    if quantizer.quantization == "int8":
-        inputs = tuple(axis for axis, dim in enumerate(quantizer.dims) if dim not in quantizer.scale_dims)
-        scales = jnp.max(jnp.abs(kernel), axis=inputs) / INT8_END
-        scales = jnp.where(scales == 0, 1.0, scales)
-        codes = jnp.clip(jnp.round(kernel / scales), -128, 127)
-        return {CODES: codes.astype(jnp.int8), SCALES: scales}
-
-    import qwix
-
-    by_dim = dict(zip(quantizer.dims, kernel.shape, strict=True))
-    tiled = quantizer.dims.index(TILED_DIM)
-    channelwise = [axis for axis in range(len(quantizer.dims)) if axis != tiled]
-    tiles = {tiled: tile_size(by_dim[TILED_DIM])}
-    quantized = qwix.quantize(kernel, "nf4", channelwise_axes=channelwise, tiled_axes=tiles)
-    scales = quantized.scale.reshape(tuple(quantizer.sizes(by_dim)[1].values()))
-    return {CODES: _pack_4bit(quantized.qvalue, tiled), SCALES: scales}
 
 
 def _codes_and_factors(codes: Array, scales: Array, depends_on: Array) -> tuple[Array, Array]:
