@@ -22,7 +22,7 @@ from app.batching.micro_batch_plan import (
     plan_token_budget,
 )
 from app.batching.packing_stats import packing_stats
-from app.distributed.collectives import gather_over_hosts
+from app.distributed.collectives import gather_rows
 from app.mesh.placement import num_row_shards
 from app.records.sample import Sample
 
@@ -136,14 +136,11 @@ def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
 def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, tuple[int, ...]]:
     """Returns the lengths of all hosts' samples, host by host, and the number of samples of each host."""
     local = sequence_lengths(samples)
-    counts = gather_over_hosts(np.asarray(len(samples)))
-    if len(counts) == 1:
+    if jax.process_count() == 1:
         return local, (len(samples),)
-    digests = [sha256(s.prompt.token_ids.tobytes()).digest()[:8] for s in samples]
-    padded = np.zeros((3, max(1, counts.max())), np.int64)
-    padded[:, : len(samples)] = local.prompts, local.completions, np.frombuffer(b"".join(digests), np.int64)
-    gathered = [columns[:, :count] for columns, count in zip(gather_over_hosts(padded), counts, strict=True)]
-    prompts, completions, prompt_digests = np.concatenate(gathered, axis=1)
+    digests = b"".join(sha256(s.prompt.token_ids.tobytes()).digest()[:8] for s in samples)
+    hosts = gather_rows(np.stack([local.prompts, local.completions, np.frombuffer(digests, np.int64)], axis=1))
+    prompts, completions, prompt_digests = np.concatenate(hosts).T
     numbers: dict[int, int] = {}
     indices = np.asarray([numbers.setdefault(one, len(numbers)) for one in prompt_digests.tolist()], np.int64)
-    return SequenceLengths(prompts, completions, indices), tuple(counts.tolist())
+    return SequenceLengths(prompts, completions, indices), tuple(map(len, hosts))

@@ -99,11 +99,7 @@ def max_over_hosts(values: np.ndarray) -> np.ndarray:
 
 def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
     """Returns the columns with the rows of all hosts, in host order. All hosts must have the same columns."""
-    table = np.asarray(list(columns.values()), np.float64).T
-    counts = gather_over_hosts(np.asarray(len(table)))
-    padded = np.zeros((counts.max(initial=0), len(columns)))
-    padded[: len(table)] = table
-    rows = np.concatenate([part[:count] for part, count in zip(gather_over_hosts(padded), counts, strict=True)])
+    rows = np.concatenate(gather_rows(np.asarray(list(columns.values()), np.float64).T))
     return dict(zip(columns, rows.T, strict=True))
 
 
@@ -119,6 +115,12 @@ def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
     padded = np.zeros(max(MIN_MESSAGE_BYTES, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
     padded[: len(local_bytes)] = np.frombuffer(local_bytes, np.uint8)
     return [raw[:size].tobytes() for raw, size in zip(gather_over_hosts(padded), sizes, strict=True)]
+
+
+def gather_rows(values: np.ndarray) -> list[np.ndarray]:
+    """Returns the array of every host, in process order; only their numbers of rows (the first dim) may differ."""
+    shape = -1, *values.shape[1:]
+    return [np.frombuffer(raw, values.dtype).reshape(shape) for raw in gather_bytes_over_hosts(values.tobytes())]
 
 
 def gather_json_over_hosts(local_value: Any) -> list[Any]:
