@@ -5,7 +5,6 @@ Source: Yu et al. 2025 (DAPO), section 3.2.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from app.distributed.collective_files import decode_gathered_sample
 from app.distributed.collectives import gather_json_over_hosts, gather_over_hosts, sum_over_hosts
 from app.records.sample import Sample, group_samples
 from app.records.sample_json import sample_to_record
+from app.rollout.sampling.token_sampling import hash_uids
 from settings.schema.reward import OVERLONG_REWARD
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
@@ -79,9 +79,8 @@ class StepGroups:
         first = (self._num_rounds * jax.process_count() + jax.process_index()) * self._num_groups
         self._groups |= dict(enumerate(new, first))
         # Rows are ordered by host, like the prompts of a round, so a row's index is the group's index in the step.
-        gathered = gather_over_hosts(
-            np.asarray([(self._filter(group), _uid_hash(group[0].prompt.uid)) for group in new])
-        )
+        hashes = hash_uids([group[0].prompt.uid for group in new]).view(np.int64)[:, 0]
+        gathered = gather_over_hosts(np.stack([[self._filter(group) for group in new], hashes], axis=1))
         for is_kept, prompt in gathered.reshape(-1, 2).tolist():
             self._kept.append(bool(is_kept) and prompt not in self._seen_prompts)
             self._seen_prompts.add(prompt)
@@ -129,11 +128,6 @@ def _exchange_groups(
         for sent in gather_json_over_hosts(leaving):
             groups |= {int(number): list(map(decode_gathered_sample, records)) for number, records in sent.items()}
     return [(number, groups[number]) for number in numbers if goes_to[number] == jax.process_index()]
-
-
-def _uid_hash(uid: str) -> int:
-    """Returns a 64-bit hash of a prompt's uid, which hosts can gather as an array element."""
-    return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def gather_pass_rates(samples: Sequence[Sample], *, judge: str) -> list[tuple[str, float | None]]:
