@@ -1,7 +1,7 @@
 """Converts stacked parameters to Hugging Face tensors, and adapters to PEFT tensors, and writes safetensors files.
 
-Files are written tensor by tensor, because the writer of the safetensors library keeps a whole file in memory. Source:
-Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft; the safetensors format,
+A model is written tensor by tensor, because the writer of the safetensors library keeps a whole file in memory.
+Source: Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft; the safetensors format,
 https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, a JSON header of dtypes, shapes and
 offsets, the tensors without gaps).
 """
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Array
+from safetensors.numpy import save_file
 
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import LAYER_TENSORS, expected_tensors
@@ -83,40 +84,19 @@ def slice_layer(stacked: Array, layer: int, expert: int | None = None) -> Array:
     return stacked[layer, expert]
 
 
-class PeftTensors:
-    """A `TensorSource` of the adapters, under the names that PEFT gives them, layer by layer.
+def write_adapters(path: Path, adapters: Params, dtype: np.dtype) -> None:
+    """Writes adapters under the names that PEFT gives them, each rounded once to `dtype`.
 
     `lora_A.weight` [r, in] = A^T and `lora_B.weight` [out, r] = B^T.
     """
-
-    def __init__(self, adapters: Params) -> None:
-        flat = flatten_by_path(adapters)
-        self._adapters = {
-            path[-2]: (down, flat[*path[:-1], LORA_B]) for path, down in flat.items() if path[-1] == LORA_A
-        }
-        (num_layers,) = {len(down) for down, _ in self._adapters.values()}
-        self._places = {
-            f"{PREFIX}.{layer}.{PROJECTIONS[projection]}.{factor}.weight": (projection, layer, factor)
-            for layer in range(num_layers)
-            for projection in self._adapters
-            for factor in ("lora_A", "lora_B")
-        }
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._shape(projection, factor) for name, (projection, _, factor) in self._places.items()}
-
-    def _shape(self, projection: str, factor: str) -> tuple[int, int]:
-        down, up = self._adapters[projection]
-        rank = down.shape[-1]
-        return (rank, math.prod(down.shape[1:-1])) if factor == "lora_A" else (math.prod(up.shape[2:]), rank)
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns one tensor as float32, fetched from its devices."""
-        projection, layer, factor = self._places[name]
-        down, up = self._adapters[projection]
-        tensor = np.asarray(slice_layer(down if factor == "lora_A" else up, layer))
-        return tensor.reshape(self._shape(projection, factor)[::-1]).T
+    tensors = {}
+    for (*_, projection, leaf), stacked in flatten_by_path(adapters).items():
+        for layer, values in enumerate(np.asarray(stacked)):
+            is_down = leaf == LORA_A
+            matrix = values.reshape(-1, values.shape[-1]) if is_down else values.reshape(len(values), -1)
+            name = f"{PREFIX}.{layer}.{PROJECTIONS[projection]}.{'lora_A' if is_down else 'lora_B'}.weight"
+            tensors[name] = np.ascontiguousarray(matrix.T, dtype)
+    save_file(tensors, path, metadata=METADATA)
 
 
 def write_sharded_safetensors(

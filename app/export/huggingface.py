@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from app.checkpoint.saved_policy import PolicyCheckpoint, load_trained_params
-from app.export.hf_tensors import HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
+from app.export.hf_tensors import HfTensors, write_adapters, write_sharded_safetensors
 from app.export.model_card import (
     ADAPTER,
     CARD_FILE,
@@ -106,13 +106,12 @@ def export(
         trained: Params = {} if saved is None else load_trained_params(saved, model, mesh)
         if only_adapters:
             weight_files, num_parameters = [ADAPTER_WEIGHTS_FILE], model.policy_definition.num_trainable
-            tensors = PeftTensors(trained)
             commit, lora = model.files.commit, model.policy_definition.lora
             assert lora is not None
             base = model.files.name if commit else str(model.files.path.resolve())
             _write_json(folder / ADAPTER_CONFIG_FILE, adapter_config(lora, base=base, revision=commit))
             write_tokenizer(model.files, folder)
-            write_safetensors(folder / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], jnp.dtype(dtype))
+            write_adapters(folder / ADAPTER_WEIGHTS_FILE, trained, jnp.dtype(dtype))
         else:
             needs_base = saved is None or has_adapters
             frozen = load_weights(model.definition, model.files.weights, mesh) if needs_base else None

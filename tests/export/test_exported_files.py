@@ -10,7 +10,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file
 
-from app.export.hf_tensors import PROJECTIONS, HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
+from app.export.hf_tensors import PROJECTIONS, HfTensors, write_adapters, write_sharded_safetensors
 from app.export.huggingface import (
     ADAPTER_WEIGHTS_FILE,
     adapter_config,
@@ -135,11 +135,10 @@ def test_exported_tensors_equal_the_loaded_ones_bit_for_bit(architecture, mesh_s
     jax.tree.map(np.testing.assert_array_equal, load_weights(definition, out, make_mesh()), params)
 
 
-def write_adapters(directory: Path, base: Path, lora: LoRAConfig, trained: Params) -> Path:
+def write_adapter_folder(directory: Path, base: Path, lora: LoRAConfig, trained: Params) -> Path:
     directory.mkdir()
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(adapter_config(lora, base=str(base), revision=None)))
-    tensors = PeftTensors(trained)
-    write_safetensors(directory / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], np.dtype(np.float32))
+    write_adapters(directory / ADAPTER_WEIGHTS_FILE, trained, np.dtype(np.float32))
     return directory
 
 
@@ -155,7 +154,7 @@ def test_peft_logits_equal_ours_with_the_same_adapters(tmp_path, family, project
     lora = LoRAConfig(rank=3, alpha=7.5, projections=projections)
     definition = DecoderDefinition.create(plain.architecture, lora=lora)
     trained = definition.trainable(random_params(definition))
-    written = write_adapters(tmp_path / "adapter", base, lora, trained)
+    written = write_adapter_folder(tmp_path / "adapter", base, lora, trained)
     theirs = peft.PeftModel.from_pretrained(reference.load_reference(base), str(written)).eval()
     rows = reference.packed_rows(*reference.SHORT_ROWS)
     ours = reference.our_logits(definition, combine_params(trained, params), rows)
