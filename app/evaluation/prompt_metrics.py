@@ -13,12 +13,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from app.prompts.dataset import DatasetRow
 from app.records.sample import Prompt, Sample
 from app.records.typed_values import to_text
 from app.report.confidence_intervals import Interval, MetricEstimate, clustered_share_interval, mean_interval
 from app.reward.aggregate import ERRORS_FIELD, was_dropped_in_rollout
 from app.reward.builtin_tasks import is_task_reward, task_of
+from app.reward.reward_functions import accuracy_function_name
+from settings import Settings
 from settings.errors import InputError, join_words
 from settings.loading.fields import did_you_mean, nearest_names
 
@@ -117,7 +118,7 @@ def _majority_correct(group: Sequence[Sample], judge: str) -> float:
     return majority_vote_accuracy(votes, reference)
 
 
-def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:
+def prompt_difficulty(prompt: Prompt) -> float:
     """Returns the difficulty of a prompt; NaN if it is missing or not a number."""
     difficulty = prompt.extra.get(DIFFICULTY)
     return float(difficulty) if isinstance(difficulty, int | float) else math.nan
@@ -172,29 +173,19 @@ def difficulty_levels(table: PromptTable) -> list[float]:
     return np.unique(levels[~np.isnan(levels)]).tolist()
 
 
-def check_is_measured(
-    name: str,
-    prompts: Sequence[Prompt] | Sequence[DatasetRow],
-    *,
-    judge: str,
-    num_samples: int,
-    setting: str,
-    way_out: str = "",
-) -> None:
-    """Raises InputError if evaluations on these prompts do not measure the metric `name`, which `setting` asks for.
-
-    Args:
-        way_out: an alternative to choosing another metric, for the error message.
-    """
-    columns = prompt_columns([], judge=judge, num_samples=num_samples)
+def check_best_metric(settings: Settings, prompts: Sequence[Prompt]) -> None:
+    """Raises InputError if evaluations on these prompts do not measure `checkpoint.best_metric`."""
+    name, judge = settings.checkpoint.best_metric, accuracy_function_name(settings.reward)
+    columns = prompt_columns([], judge=judge, num_samples=settings.eval.num_samples)
     levels = {level for prompt in prompts if not math.isnan(level := prompt_difficulty(prompt))}
     measured = [*(column for column in columns if column not in (DIFFICULTY, NON_BINARY_COUNT))]
     measured += map(accuracy_metric_name, sorted(levels))
     if not is_task_reward(judge):
         measured.remove(FORMAT_RATE)
-    if name not in measured:
+    if name is not None and name not in measured:
         when = f" when {judge} grades" if name == FORMAT_RATE else ""
         suggestion = "" if when else did_you_mean(nearest_names(name, measured))
         raise InputError(
-            f"{setting}: evaluations do not measure {name!r}{when}; choose {join_words(measured)}{way_out}{suggestion}"
+            f"checkpoint.best_metric: evaluations do not measure {name!r}{when}; choose {join_words(measured)}, or "
+            f"null to keep no best checkpoint{suggestion}"
         )

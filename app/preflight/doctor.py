@@ -12,6 +12,7 @@ import numpy as np
 
 from app.distributed.collectives import error_barrier, gather_json_over_hosts, max_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
+from app.evaluation.prompt_metrics import check_best_metric
 from app.mesh.devices import device_memory_bytes, device_platform, global_devices, host_memory_bytes, unused_accelerator
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
@@ -61,7 +62,7 @@ from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.tracking.bucket import bucket_of
 from app.tracking.run_mirror import check_lease
-from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
+from app.training.inputs import dataset_fingerprints, input_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.network_memory import host_bytes, network_bytes
 from app.training.run_folder import RunFolder, take_run_directory
@@ -279,7 +280,7 @@ def _read_data(
         found = f"{format_count(len(rows), 'row')} of {source}; {NO_TOKENIZER}"
         if tokenizer is not None:
             inputs.held_out, _ = encode_prompts(rows, tokenizer, settings.data)
-            check_chosen_metrics(settings, inputs.held_out)
+            check_best_metric(settings, inputs.held_out)
             found = f"{format_count(len(inputs.held_out), 'prompt')} of {source}"
         recorder.ok("held-out data", found)
 

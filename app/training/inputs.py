@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.evaluation.prompt_metrics import check_is_measured
+from app.evaluation.prompt_metrics import check_best_metric
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample
-from app.reward.reward_functions import RewardFunctions, accuracy_function_name
+from app.reward.reward_functions import RewardFunctions
 from app.runtime.environments import prepare_turns
 from app.runtime.inputs import (
-    PromptsOrRows,
     data_columns,
     encode_train_data,
     eval_columns,
@@ -105,19 +104,6 @@ class TrainingInputs:
         return make_rewards(settings, data_columns(settings, self.judged_prompts), held_out_columns)
 
 
-def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
-    """Raises InputError if evaluations of these rows do not measure `checkpoint.best_metric`."""
-    if settings.checkpoint.best_metric is not None:
-        check_is_measured(
-            settings.checkpoint.best_metric,
-            setting="checkpoint.best_metric",
-            way_out=", or null to keep no best checkpoint",
-            prompts=eval_rows,
-            judge=accuracy_function_name(settings.reward),
-            num_samples=settings.eval.num_samples,
-        )
-
-
 def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OPTIONS) -> TrainingInputs:
     """Reads and checks model files, tokenizer, training and evaluation prompts, and the inputs in `start_request`.
 
@@ -150,7 +136,7 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     held_out: Sequence[Prompt] = ()
     if settings.eval.every_steps:
         held_out, _ = read_eval_prompts(settings, model.tokenizer)
-        check_chosen_metrics(settings, held_out)
+        check_best_metric(settings, held_out)
     fingerprints = input_fingerprints(model, data_fingerprints, critic, reward_model, teacher)
     if start is not None:
         fingerprints["the checkpoint of --checkpoint"] = start.describe()

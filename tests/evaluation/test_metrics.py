@@ -15,7 +15,7 @@ from app.evaluation.metadata import CHECKPOINT, JUDGE, JUDGE_FILE, PROMPTS, Eval
 from app.evaluation.prompt_metrics import (
     DIFFICULTY,
     NON_BINARY_COUNT,
-    check_is_measured,
+    check_best_metric,
     estimate_metrics,
     majority_vote_accuracy,
     pass_at_k,
@@ -27,7 +27,7 @@ from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.shared_rows import share_rows
 from app.report.confidence_intervals import wilson_interval
 from app.reward.aggregate import RewardedSamples, RewardOutcome, aggregate_rewards
-from settings import InputError, load
+from settings import InputError, Settings, load
 from tests.program import here, succeeded
 from tests.tiny import make_sample
 
@@ -70,7 +70,8 @@ def test_accuracy_excludes_answers_on_which_the_judge_abstains() -> None:
 
 
 def is_measured(name: str, questions: list[Prompt], judge: str = "arithmetic") -> None:
-    check_is_measured(name, questions, judge=judge, num_samples=1, setting="checkpoint.best_metric")
+    chosen = {"checkpoint": {"best_metric": name}, "reward": {"functions": [judge]}}
+    check_best_metric(Settings.model_validate(chosen), questions)
 
 
 def test_only_measured_metrics_can_choose_the_best_checkpoint() -> None:
@@ -84,9 +85,9 @@ def test_only_measured_metrics_can_choose_the_best_checkpoint() -> None:
     for name in ("reward/mean", "eval/accuracy/difficulty_2"):
         with pytest.raises(InputError, match=f"eval/error_count, {levels}"):
             is_measured(name, questions)
-    is_measured("eval/accuracy", questions, judge="brevity")
-    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' when brevity grades; choose"):
-        is_measured("eval/format_rate", questions, judge="brevity")
+    is_measured("eval/accuracy", questions, judge="math_verify")
+    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' when math_verify grades; choose"):
+        is_measured("eval/format_rate", questions, judge="math_verify")
 
 
 def make_answers(*answers: tuple[str, ...], **extra: object) -> list[Sample]:
