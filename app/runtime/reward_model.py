@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from app.batching.micro_batcher import FixedRowBatcher, GlobalPlan, PackedRowBatcher
-from app.batching.packing_metrics import scoring_batching_metrics
 from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.model.io.families import SEQUENCE_CLASSIFICATION
@@ -152,21 +150,3 @@ class RewardModel:
             )
             return Failure("too long", f"{len(text)} tokens, but {limit} holds only {self.max_conversation_length}")
         return text
-
-
-class RewardPass(NamedTuple):
-    """The micro-batches and compilations of a reward model's pass over the samples of a round."""
-
-    cut: GlobalPlan
-    num_compilations: int
-
-
-def reward_model_metrics(passes: Sequence[RewardPass], *, seconds: float) -> dict[str, float]:
-    """Returns the metrics of a step's passes, which took `seconds` in total; empty without a reward model."""
-    if not passes:
-        return {}
-    compilations = sum(one.num_compilations for one in passes)
-    return {
-        **scoring_batching_metrics("reward", [one.cut for one in passes], seconds=seconds),
-        "perf/score_reward_compilations": compilations,
-    }

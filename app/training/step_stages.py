@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.batching.micro_batcher import MicroBatcher
+from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.packing_metrics import scoring_batching_metrics
 from app.checkpoint.train_progress import RunState
 from app.distributed.collective_files import gather_lines_to_process_0
@@ -21,7 +21,7 @@ from app.reward.aggregate import RewardedSamples, merge_rewarded
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import ComputeRewards
 from app.runtime.health_checks import check_rewards
-from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metrics
+from app.runtime.reward_model import RewardModel
 from app.runtime.scoring import ScoringSession
 from app.tracking.sample_metrics import reward_counts
 from app.tracking.timer import StepTimer
@@ -32,8 +32,10 @@ class RewardedRound(NamedTuple):
     """This host's samples of a round with their rewards."""
 
     rewarded: RewardedSamples
-    model_pass: RewardPass | None
-    """The pass of the reward model over these samples; None without a reward model."""
+    model_plan: GlobalPlan | None
+    """The reward model's micro-batches of these samples; None without a reward model."""
+    num_compilations: int
+    """Number of programs compiled for the reward model."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +56,32 @@ class RewardStage:
         Raises:
             RewardError: training cannot continue with the rewards.
         """
-        outcomes = model_pass = None
+        outcomes, plan, num_compilations = None, None, 0
         with timer.phase("reward"):
             if self.model is not None:
                 with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
                     outcomes, plan = self.model.score(samples)
-                model_pass = RewardPass(plan, compilations.take_count())
+                num_compilations = compilations.take_count()
             rewarded = self.compute_rewards(samples, StepInfo(step, self.num_steps), model_outcomes=outcomes)
             timer.display.print_lines(gather_lines_to_process_0(rewarded.notices))
             self.check(rewarded)
-        return RewardedRound(rewarded, model_pass)
+        return RewardedRound(rewarded, plan, num_compilations)
 
 
-def model_passes(rounds: Sequence[RewardedRound]) -> list[RewardPass]:
-    return [one.model_pass for one in rounds if one.model_pass is not None]
+def reward_model_plans(rounds: Sequence[RewardedRound]) -> list[GlobalPlan]:
+    return [one.model_plan for one in rounds if one.model_plan is not None]
 
 
 def reward_stage_metrics(rounds: Sequence[RewardedRound], timer: StepTimer) -> dict[str, float]:
     """Returns the reward metrics of all rounds of a step, over all hosts."""
-    seconds = timer.seconds.get("time/score_reward_s", 0.0)
     counts = reward_counts(merge_rewarded([one.rewarded for one in rounds]))
-    return counts | reward_model_metrics(model_passes(rounds), seconds=seconds)
+    if not (plans := reward_model_plans(rounds)):
+        return counts
+    return {
+        **counts,
+        **scoring_batching_metrics("reward", plans, seconds=timer.seconds["time/score_reward_s"]),
+        "perf/score_reward_compilations": sum(one.num_compilations for one in rounds),
+    }
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from app.tracking.timer import StepTimer
 from app.training.dynamic_sampling import gather_pass_rates
 from app.training.learner import LearnerGroup
 from app.training.rollout_source import RolloutSource
-from app.training.step_stages import RewardedRound, RewardStage, ScoreStage, model_passes, reward_stage_metrics
+from app.training.step_stages import RewardedRound, RewardStage, ScoreStage, reward_model_plans, reward_stage_metrics
 from settings import Settings
 
 Metrics = dict[str, float | None]
@@ -137,7 +137,7 @@ class Trainer:
         flops = make_step_flops(self.settings, self.session, reward_model, trains_policy=trains_policy).total(
             sampled=of_rollout if self.session.generates == "rollouts" else None,
             learned=of_update,
-            rewarded=[one.cut.lengths for one in model_passes(rounds)],
+            rewarded=[plan.lengths for plan in reward_model_plans(rounds)],
         )
         return {"perf/flops": flops, "data/num_tokens": int(of_rollout.totals.sum())}
 
