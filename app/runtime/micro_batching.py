@@ -10,8 +10,6 @@ from app.model.architecture import Architecture, forward_flops
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings, CriticSettings, ForwardRole, MicroBatchSettings
 
-MicroBatchScope = AlgorithmSettings | CriticSettings | MicroBatchSettings
-
 
 class MaxLengths(NamedTuple):
     """Maximum numbers of tokens in a sample and in a group, for which a row must have space."""
@@ -40,27 +38,22 @@ def make_score_batcher(
     extra = num_bootstrap_tokens(settings, role)
     of_group = max_lengths.group and max_lengths.group + extra * settings.rollout.group_size
     max_lengths = MaxLengths(max_lengths.sample + extra, of_group)
-    return _make_batcher(settings, scope, architecture, max_lengths, trim_tail=not settings.score.is_scanned(role))
+    return make_batcher(settings, scope, architecture, max_lengths, trim_tail=not settings.score.is_scanned(role))
 
 
-def make_update_batcher(
+def make_batcher(
     settings: Settings,
-    scope: MicroBatchScope,
-    architecture: Architecture,
-    max_lengths: MaxLengths,
-) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns the batcher of optimizer steps for the network whose settings are `scope`."""
-    return _make_batcher(settings, scope, architecture, max_lengths, trim_tail=False)
-
-
-def _make_batcher(
-    settings: Settings,
-    scope: MicroBatchScope,
+    scope: AlgorithmSettings | CriticSettings | MicroBatchSettings,
     architecture: Architecture,
     max_lengths: MaxLengths,
     *,
-    trim_tail: bool,
+    trim_tail: bool = False,
 ) -> FixedRowBatcher | PackedRowBatcher:
+    """Returns the batcher of a pass whose settings are `scope`: an update of a network, or scoring.
+
+    Args:
+        trim_tail: whether fixed rows may be fewer in the last micro-batch.
+    """
     cost, tokens = forward_flops(architecture), scope.max_tokens_per_device
     if tokens is None:
         return FixedRowBatcher(scope.rows_per_device, trim_tail=trim_tail, sequence_cost=cost)

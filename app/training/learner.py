@@ -23,7 +23,7 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
-from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
+from app.runtime.micro_batching import MaxLengths, make_batcher, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import NetworkSpec
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
@@ -234,7 +234,7 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
         definition, loss, dtype=jnp.dtype(model.dtype), remat=model.remat, logits_chunk=model.logits_chunk
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)
-    batcher = make_update_batcher(settings, algorithm, session.model_spec.architecture, max_lengths)
+    batcher = make_batcher(settings, algorithm, session.model_spec.architecture, max_lengths)
     names = POLICY_METRICS, policy_batching_metrics
     return _make_learner(settings.optimizer, schedule, definition, session.mesh, objective, batcher, pack, *names)
 
@@ -266,7 +266,7 @@ def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max
     )
     optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
-    batcher = make_update_batcher(settings, settings.critic, critic.spec.architecture, max_lengths)
+    batcher = make_batcher(settings, settings.critic, critic.spec.architecture, max_lengths)
     names = VALUE_METRICS, critic_batching_metrics
     return _make_learner(optimizer, schedule, definition, mesh, objective, batcher, ValueBatchPacker(), *names)
 

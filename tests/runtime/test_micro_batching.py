@@ -6,7 +6,7 @@ import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.micro_batcher import MicroBatcher, sequence_lengths
-from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
+from app.runtime.micro_batching import MaxLengths, make_batcher, make_score_batcher
 from settings import load
 from settings.schema.settings import Settings
 from tests.tiny import ODD, random_samples
@@ -33,7 +33,7 @@ def plan(cut: MicroBatcher, *, devices: int = 2) -> MicroBatchPlan:
 
 def update(*overrides: str) -> MicroBatchPlan:
     settings = settings_of(*overrides)
-    return plan(make_update_batcher(settings, settings.algorithm, ODD, MaxLengths.from_settings(settings)))
+    return plan(make_batcher(settings, settings.algorithm, ODD, MaxLengths.from_settings(settings)))
 
 
 def role(name, *overrides: str) -> MicroBatchPlan:
