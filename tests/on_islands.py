@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
+from app.distributed.collective_files import host_slice
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StoppedError
 from app.mesh import jax_startup
 from app.mesh.device_mesh import to_host_submesh
 from app.mesh.program_cache import CompilationCounter
-from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
 from app.runtime.model_spec import read_model_spec
 from app.runtime.scoring import ScoringSession
@@ -55,8 +54,7 @@ class Found:
         jax_startup.initialize_distributed(settings.mesh)
         self._model = read_model_spec(settings)
         prompts = read_training_inputs(settings).prompts
-        own = host_slice(np.arange(NUM_PROMPTS), process_index=jax.process_index(), process_count=jax.process_count())
-        self.prompts: list[Prompt] = [prompts[i] for i in own]
+        self.prompts: list[Prompt] = [prompts[i] for i in host_slice(NUM_PROMPTS)]
 
         self._sessions: dict[str, Session] = {}
 

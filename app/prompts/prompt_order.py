@@ -22,7 +22,7 @@ PATTERN_LENGTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """The global order of prompts, which does not depend on the number of hosts (see `host_slice`)."""
+    """The global order of prompts, which does not depend on the number of hosts."""
 
     seed: int | tuple[int, int]
     num_rows: int
@@ -125,10 +125,3 @@ def _shuffled(seed: int | tuple[int, int], epoch: int, num_rows: int) -> Indices
     order = np.random.default_rng([seed, epoch]).permutation(num_rows)
     order.flags.writeable = False
     return order
-
-
-def host_slice(indices: Indices, *, process_index: int, process_count: int) -> Indices:
-    """Returns one host's part of a step: part `process_index` of `process_count` equal, contiguous parts."""
-    assert len(indices) % process_count == 0, "the prompts of a step must divide evenly over hosts"
-    per_host = len(indices) // process_count
-    return indices[process_index * per_host : (process_index + 1) * per_host]

@@ -14,12 +14,13 @@ from functools import cached_property
 
 import jax
 
+from app.distributed.collective_files import host_slice
 from app.distributed.collectives import error_barrier
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
 from app.prompts.curriculum import PassRateOrder
 from app.prompts.data_sources import make_prompt_order
-from app.prompts.prompt_order import Indices, MixtureOrder, PromptOrder, host_slice
+from app.prompts.prompt_order import Indices, MixtureOrder, PromptOrder
 from app.records.sample import Prompt, Sample
 from app.rollout.workers.async_generation import AsyncRollout
 from app.runtime.session import Session
@@ -79,7 +80,7 @@ class RoundPrompts:
     def rows_at(self, position: int) -> Indices:
         """Returns the indices into `prompts` of this host's prompts of the round that starts at `position`."""
         indices = self.order.row_indices(position, self.global_prompts_per_round)
-        return host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
+        return indices[host_slice(len(indices))]
 
     @property
     def global_prompts_per_round(self) -> int:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.prompts.arithmetic import make_problems
-from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
+from app.prompts.prompt_order import MixtureOrder, PromptOrder
 from settings.errors import InputError
 
 
@@ -59,16 +59,6 @@ def test_a_step_at_any_position_has_distinct_prompts(drawn, position):
     order, count = drawn
     for step in take_steps(order, count, 10, start=position):
         assert len(set(step.tolist())) == count
-
-
-@given(orders(), st.sampled_from([1, 2, 4, 8]), st.integers(0, 20))
-def test_host_slices_are_equal_parts_of_the_step(drawn, num_hosts, step):
-    order, _ = drawn
-    count = 8
-    indices = order.row_indices(step * count, count)
-    parts = [host_slice(indices, process_index=i, process_count=num_hosts) for i in range(num_hosts)]
-    np.testing.assert_array_equal(np.concatenate(parts), indices)
-    assert {len(part) for part in parts} == {count // num_hosts}
 
 
 @given(st.integers(1, 5), st.integers(6, 30))
