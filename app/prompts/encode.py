@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from settings.schema.data import DataSettings
 
 if TYPE_CHECKING:
     from app.prompts.chat_template import ChatTemplate
+    from app.prompts.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +31,7 @@ class EncodeReport(NamedTuple):
     """One line with the numbers of prompts kept, dropped and truncated, and the longest original length."""
 
 
-class PromptTokenizer(Protocol):
-    def chat_ids(self, messages: Messages) -> list[int]:
-        """Returns the token ids of a chat, up to the start of the assistant's answer."""
-        ...
-
-    def text_ids(self, text: str) -> list[int]:
-        """Returns the token ids of plain text, with names of control tokens encoded as these tokens."""
-        ...
-
-
-def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: DataSettings, *, where: str) -> list[int]:
+def encode_prompt(prompt: str | Messages, tokenizer: Tokenizer, data: DataSettings, *, where: str) -> list[int]:
     """Returns the token ids of a prompt: as a chat, or with `data.chat_template: none` as plain text.
 
     A text prompt becomes one user message. `data.system_prompt` is the first message and replaces a system message of
@@ -100,7 +91,7 @@ def misread_prompts(rows: Sequence[DatasetRow], template: ChatTemplate, data: Da
 
 
 def encode_prompts(
-    rows: Sequence[DatasetRow], tokenizer: PromptTokenizer, data: DataSettings
+    rows: Sequence[DatasetRow], tokenizer: Tokenizer, data: DataSettings
 ) -> tuple[list[Prompt], EncodeReport]:
     """Returns the rows as prompts of at most `data.max_prompt_length` tokens, in order, and a report.
 

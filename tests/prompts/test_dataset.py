@@ -358,7 +358,8 @@ def row(prompt, uid="d/0", **columns):
 
 def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"):
     data = DataSettings(system_prompt=system_prompt, max_prompt_length=max_prompt_length, overlong_prompts=overlong)
-    return encode_prompts(rows, WordTokenizer(), data)
+    tokenizer: Any = WordTokenizer()
+    return encode_prompts(rows, tokenizer, data)
 
 
 def test_the_system_prompt_comes_first_and_replaces_system_messages_of_rows():
