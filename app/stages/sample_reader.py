@@ -56,14 +56,12 @@ class SampleReader:
         self._fields = [name for name in SCORING_FIELDS if replays_routes or name != "routes"]
         self._stamp = file_stamp(path)
 
-    def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
-        """Checks every line; returns the extent of the file, and `num_picked` random samples (all if there are fewer).
+    def check(self) -> SampleFileExtent:
+        """Checks every line, and returns the extent of the file.
 
         Raises:
             InputError: a line is not a sample of this model, or the file has no samples.
         """
-        rng = np.random.default_rng(seed)
-        drawn: list[Sample] = []
         count = longest = longest_completion = 0
         longest_at = str(self._path)
         for where, record, sample in self._samples():
@@ -72,15 +70,10 @@ class SampleReader:
             if length > longest:
                 longest, longest_at = length, where
             longest_completion = max(longest_completion, len(sample.completion_ids))
-            # Reservoir sampling: every sample so far is picked with equal probability.
-            if count < num_picked:
-                drawn.append(sample)
-            elif (place := int(rng.integers(count + 1))) < num_picked:
-                drawn[place] = sample
             count += 1
         if not count:
             raise InputError(f"--input: {self._path} contains no samples; give a file written by grpo rollout")
-        return SampleFileExtent(count, longest, longest_at, longest_completion), drawn
+        return SampleFileExtent(count, longest, longest_at, longest_completion)
 
     def windows(self, size: int) -> Iterator[list[LocatedSample]]:
         """Yields all samples in order, `size` at a time; the last window may have fewer.

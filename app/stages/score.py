@@ -118,7 +118,7 @@ def score_tokens(
         encoder = SampleEncoder(lambda: model.tokenizer, settings.data)
         replays = settings.rollout.routing_replay and critic is None and teacher is None
         file = SampleReader(input, architecture, encoder, replays_routes=replays)
-        extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
+        extent = file.check()
         longest, quota = extent.max_length + num_bootstrap_tokens(settings, role), f"score.{role}.max_tokens_per_device"
         if (most := value_of(settings, quota)) is not None and longest > most:
             raise InputError(
@@ -139,7 +139,8 @@ def score_tokens(
         session = ScoringSession.open(settings, model, critic, teacher)
         micro_batcher = _make_micro_batcher(settings, role, architecture, extent)
         shared = {"session": session, "role": role, "micro_batcher": micro_batcher, "num_samples": extent.num_samples}
-        write = partial(write_scores, **shared, drawn=drawn, on_phase=entered)
+        checked = [one.sample for one in next(file.windows(NUM_CHECKED_SAMPLES))] if checks_packing else []
+        write = partial(write_scores, **shared, checked=checked, on_phase=entered)
         metrics = [write(out, one, iterate_in_lockstep(file.windows(WINDOW_SAMPLES))) for out, one in outputs.items()]
     return metrics if jax.process_index() == 0 else None
 
@@ -153,21 +154,21 @@ def write_scores(
     role: ScoredRole,
     micro_batcher: FixedRowBatcher | PackedRowBatcher,
     num_samples: int,
-    drawn: list[Sample],
+    checked: list[Sample],
     on_phase: PhaseCallback,
 ) -> dict[str, Any]:
     """Writes the windows with their scores to `out`, and returns the metrics. The weights are freed at the end.
 
     Args:
-        drawn: samples on which packing is checked before the first window; empty to skip the check.
+        checked: samples on which packing is checked before the first window; empty to skip the check.
     """
     on_phase("compile")
     start = time.perf_counter()
     params = jax.block_until_ready(_load_params(session, checkpoint))
     figures: dict[str, Any] = {"samples": num_samples, "loading seconds": round(time.perf_counter() - start, 2)}
-    if drawn:
+    if checked:
         # If the file has fewer samples than the row needs, some are repeated.
-        packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
+        packed = (checked * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
         figures["max |packed - alone|"] = check_packing(session, params, packed)
     passes = WindowScorer(session, params, role, micro_batcher=micro_batcher)
     del params
