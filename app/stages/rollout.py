@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from app.checkpoint.saved_policy import PolicyCheckpoint, read_policy_source
 from app.distributed.collective_files import host_slice, per_host_path, sample_json_lines, write_collectively
@@ -42,6 +43,7 @@ from app.tracking.performance import schedule_performance
 from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, timeline_file
 from settings import Resolved, Settings
 from settings.errors import InputError, renamed_in_errors
+from settings.loading.fields import FIELDS, value_of
 
 FREE = (
     *("rollout.kv_blocks", "rollout.ray.address", "rollout.devices", "rollout.max_staleness"),
@@ -330,9 +332,8 @@ def rollout_identity(
 ) -> Identity:
     """Returns named values of everything that determines the samples. The devices must be started."""
     exact = settings.rollout.mode == "exact"
-    rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)
-    kept = {name: value for name, value in rollout.items() if not name.startswith(free)}
+    kept = [name for name in FIELDS if name.startswith("rollout.") and not name.startswith(free)]
     devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
     placed = {
         "mesh.shape": settings.mesh.shape,
@@ -348,15 +349,7 @@ def rollout_identity(
         "run.seed": settings.run.seed,
         "model.dtype": settings.model.dtype,
         "data.max_prompt_length": settings.data.max_prompt_length,
-        **kept,
+        **{name: to_jsonable_python(value_of(settings, name)) for name in kept},
         **environment_facts(settings.env),
         **(placed if exact else {}),
     }
-
-
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flatten(f"{name}.{key}", inner)
-    else:
-        yield name, value
