@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.distributed.collectives import error_barrier, gather_bytes_to_process_0, is_process_0
+from app.distributed.collectives import error_barrier, gather_bytes_to_process_0, is_alone, is_process_0
 from app.records.atomic_write import open_atomic
 from app.records.jsonl import check_output_path, to_json_line
 from app.records.sample import Sample
@@ -107,7 +107,7 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
 
 def gather_lines_to_process_0(local_lines: Sequence[str]) -> Sequence[str]:
     """Returns the lines of all hosts on process 0, labeled by host if there are several; an empty list elsewhere."""
-    if jax.process_count() == 1:
+    if is_alone():
         return local_lines
     gathered = map(json.loads, gather_bytes_to_process_0(json.dumps(local_lines).encode()))
     return [f"host {host}: {line}" for host, lines in enumerate(gathered) for line in lines]
@@ -115,7 +115,7 @@ def gather_lines_to_process_0(local_lines: Sequence[str]) -> Sequence[str]:
 
 def gather_samples_to_process_0(local_samples: Sequence[Sample]) -> Sequence[Sample]:
     """Returns the samples of all hosts on process 0, in host order; an empty list on the others."""
-    if jax.process_count() == 1:
+    if is_alone():
         return local_samples
     sent = gather_bytes_to_process_0(json.dumps([sample_to_record(sample) for sample in local_samples]).encode())
     return [decode_gathered_sample(record) for records in sent for record in json.loads(records)]

@@ -33,10 +33,15 @@ def set_exchange_devices(devices: Sequence[Any] | None) -> None:
     _mesh = None if devices is None else Mesh(np.asarray(devices), ("hosts",))
 
 
+def is_alone() -> bool:
+    """Returns whether there is no other process; unlike `jax.process_count`, does not initialize JAX if it is alone."""
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
     """Returns the arrays of all hosts, stacked to [hosts, ...]; their shapes must be equal. Keeps 64-bit dtypes."""
     values = np.asarray(values)
-    if jax.process_count() == 1:
+    if is_alone():
         return values[None]
     # Sent as bytes, because JAX would narrow 64-bit numbers.
     raw = np.frombuffer(values.tobytes(), np.uint8)
@@ -133,7 +138,7 @@ def gather_bytes_to_process_0(local_bytes: bytes) -> list[bytes]:
 
     Longer byte strings are sent in messages of at most `MAX_MESSAGE_BYTES`.
     """
-    if jax.process_count() == 1:
+    if is_alone():
         return [local_bytes]
     longest = int(max_over_hosts(np.asarray(len(local_bytes))))
     received: list[bytearray] = [bytearray() for _ in range(jax.process_count())]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample, group_indices
 from app.records.sample_json import REWARD_FIELDS, TOKEN_IDS, LocatedSample, sample_for_scoring, sample_to_record
 from app.records.shared_rows import SharedRows
-from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples
+from app.reward.aggregate import NO_REWARD_FINISH_REASON
 from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
 from app.runtime.host_supervision import join_hosts, wait_for_other_hosts
@@ -32,7 +33,7 @@ from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from app.runtime.scoring import open_mesh
 from app.stages.sample_reader import file_digest, read_records
 from app.stages.sample_text import VERL_NAMES, read_text
-from app.tracking.sample_metrics import local_reward_counts, reward_counts
+from app.tracking.sample_metrics import reward_counts
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -78,21 +79,15 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         # No time limit: each call of a function has its own, and this phase covers the host's whole share.
         entered(WAIT_PHASE)
         scored = rewards.compute_rewards(local_samples, StepInfo(), model_outcomes=model_outcomes)
-        is_shared, notices, of_all = len(hosts) > 1, scored.notices, scored.samples
-        if is_shared:
-            wait_for_other_hosts(entered)
-            entered("save")
-            notices = gather_lines_to_process_0(notices)
-        if number == 0:
-            _print_lines(notices)
+        wait_for_other_hosts(entered)
+        entered("save")
+        _print_lines(gather_lines_to_process_0(scored.notices))
         with error_barrier():
             if scored.fatal_error is not None:
                 raise RuntimeError(scored.fatal_error)
-        counts = reward_counts(scored) if is_shared else _reward_counts_here(scored)
-        if is_shared:
-            places = [place for of_host in hosts for place in of_host] if number == 0 else []
-            gathered = zip(places, gather_samples_to_process_0(of_all), strict=True)
-            of_all = [sample for _, sample in sorted(gathered, key=itemgetter(0))]
+        counts = reward_counts(scored)
+        gathered = zip(chain.from_iterable(hosts), gather_samples_to_process_0(scored.samples), strict=number == 0)
+        of_all = [sample for _, sample in sorted(gathered, key=itemgetter(0))]
         with error_barrier():
             if number == 0:
                 write_jsonl(out, map(_scored_record, located, of_all))
@@ -164,12 +159,6 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
     members = group_indices(samples)
     runs = [host_slice(len(members), host=host) for host in range(jax.process_count())]
     return [sorted(place for group in run for place in members[group]) for run in runs]
-
-
-def _reward_counts_here(scored: RewardedSamples) -> dict[str, float]:
-    """Returns the result of `reward_counts` for a single host without starting a device."""
-    counts, extras = local_reward_counts(scored)
-    return {**{name: total / count for name, (total, count) in extras.items()}, **counts}
 
 
 def _reward_means(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float | None]:

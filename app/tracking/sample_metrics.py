@@ -57,8 +57,8 @@ def sample_metrics(
     return {name: float(value) for name, value in metrics.items()}
 
 
-def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
-    """Returns this host's part of `reward_counts`: the counts, and (sum, count) of each plug-in metric."""
+def reward_counts(scored: RewardedSamples) -> dict[str, float]:
+    """Returns, over all hosts, the counts of errors, abstentions and dropped samples, and means of plug-in metrics."""
     counts = {
         "reward/error_count": scored.num_errors,
         "reward/abstained_count": scored.num_abstained,
@@ -70,12 +70,6 @@ def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[s
         for name, function in scored.function_counts.items()
         for key, x in function.extras.items()
     }
-    return counts, extras
-
-
-def reward_counts(scored: RewardedSamples) -> dict[str, float]:
-    """Returns, over all hosts, the counts of errors, abstentions and dropped samples, and means of plug-in metrics."""
-    counts, extras = local_reward_counts(scored)
     totals = sum_over_hosts(np.asarray(list(counts.values())))
     # The names of plug-in metrics depend on the samples, so hosts must gather them first.
     names = sorted({name for host in gather_json_over_hosts([*extras]) for name in host})
