@@ -47,37 +47,14 @@ def host_slice(num_items: int, *, host: int | None = None) -> range:
 
 
 def sample_json_lines(samples: Iterable[Sample], *, path: Path) -> Iterator[bytes]:
-    """Yields the lines of a JSON Lines file of samples; see `json_lines`."""
-    return json_lines(share_rows(map(sample_to_record, samples)), path=path)
-
-
-def json_lines(records: Iterable[Mapping[str, Any]], *, path: Path, first_record: int = 1) -> Iterator[bytes]:
-    """Yields the lines of a JSON Lines file.
-
-    Args:
-        path: the file that the lines are for, named in error messages.
-        first_record: number of the first record, for error messages.
-
-    Raises:
-        ValueError: a record contains NaN or an infinity, which JSON cannot represent.
-    """
-    whose = "" if jax.process_count() == 1 else f" of host {jax.process_index()}"
-    for number, record in enumerate(records, start=first_record):
-        yield to_json_line(record, f"{path}: record {number}{whose}")
-
-
-def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Path) -> Iterator[Iterator[bytes]]:
-    """Yields the JSON lines of each part; see `json_lines`. Record numbers continue from part to part."""
-    number = 1
-    for part in parts:
-        yield json_lines(part, path=path, first_record=number)
-        number += len(part)
+    """Yields the lines of a JSON Lines file of samples; errors name the file `path`, see `to_json_line`."""
+    return (to_json_line(record, str(path)) for record in share_rows(map(sample_to_record, samples)))
 
 
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    Process 0 writes the file; only it needs the folder. With several hosts, it holds one part per host in memory.
+    Process 0 writes the file; only it needs the folder. It holds one part of each host in memory.
 
     Args:
         parts: this host's lines of each part; all hosts must have the same number of parts.
@@ -91,10 +68,6 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     with ExitStack() as stack:
         file = stack.enter_context(open_atomic(path.absolute())) if jax.process_index() == 0 else None
         for part in parts:
-            if jax.process_count() == 1:
-                assert file is not None
-                file.writelines(part)
-                continue
             with error_barrier():
                 local_lines = b"".join(part)
             lines = gather_bytes_to_process_0(local_lines)

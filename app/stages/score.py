@@ -25,7 +25,7 @@ from app.batching.micro_batcher import (
     PackedRowBatcher,
     sequence_lengths,
 )
-from app.distributed.collective_files import host_slice, json_lines_by_part, write_collectively
+from app.distributed.collective_files import host_slice, write_collectively
 from app.distributed.collectives import (
     error_barrier,
     is_process_0,
@@ -40,7 +40,7 @@ from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.prompts.tokenizer import Tokenizer
-from app.records.jsonl import check_output_path
+from app.records.jsonl import check_output_path, to_json_line
 from app.records.sample import Sample
 from app.records.sample_json import TOKEN_IDS, LocatedSample
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts
@@ -174,7 +174,8 @@ def write_scores(
     del params
     with closing(CompilationCounter()) as compilations:
         scored = passes.score_windows(windows, num_samples=num_samples)
-        write_collectively(out, json_lines_by_part(iterate_in_phase(scored, "score", on_phase), path=out))
+        parts = iterate_in_phase(scored, "score", on_phase)
+        write_collectively(out, (map(partial(to_json_line, where=str(out)), part) for part in parts))
         figures |= passes.metrics(compilations)
     return {**figures, "written to": str(out)}
 

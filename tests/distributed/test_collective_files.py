@@ -52,7 +52,7 @@ def test_write_collectively_keeps_the_order_and_raises_errors(tmp_path: Path) ->
     )
     assert [record["group_id"] for record in records_of(out)] == [0, 1, 2]
     broken = replace(samples[0], behavior_logprobs=np.array([np.nan], np.float32))
-    with pytest.raises(ValueError, match=r"out\.jsonl: record 3 "):
+    with pytest.raises(ValueError, match=rf"out\.jsonl \({broken.uid}\)"):
         write_collectively(out, [sample_json_lines([*samples[:2], broken], path=out)])
     assert len(records_of(out)) == 3
     with pytest.raises(InputError, match="mine"), error_barrier():
