@@ -246,8 +246,8 @@ def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) ->
 
 
 def _reason(details: ErrorDetails) -> str:
-    reason = details["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
-    value = details["input"]
+    reason, value = details["msg"].removeprefix("Value error, ").partition(" after validation")[0], details["input"]
+    reason = re.sub(r"Input should be |\w+ should have ", "expected ", reason)
     if details["type"] == "int_type" and isinstance(value, float) and value.is_integer():
         reason += f" (write {value:.0f})"
     return (reason[0].lower() + reason[1:]).replace("tuple", "list")
