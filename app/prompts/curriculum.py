@@ -35,24 +35,24 @@ class PassRateOrder:
     """
 
     def __init__(self, seed: int, uids: Sequence[str], rows: Sequence[Indices], shares: Sequence[float]) -> None:
-        self._seed, self._uids, self._known = seed, uids, frozenset(uids)
-        self._sources = list(zip(rows, shares, strict=True))
+        self._seed, self._sources = seed, list(zip(rows, shares, strict=True))
+        self._places = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
+        self._place_of_row = np.array([self._places[uid] for uid in uids])
         self.pass_rates: dict[str, float] = {}
         """Uid -> running pass rate of each seen prompt."""
-        self._pending: set[str] = set()
-        """Uids of the prompts that are drawn and not yet observed."""
+        self._rates, self._is_pending = np.full(len(self._places), 0.5), np.zeros(len(self._places), bool)
+        """For each uid: its running pass rate (1/2 if unseen), and whether it is drawn and not yet observed."""
 
     def row_indices(self, position: int, count: int) -> Indices:
         """Returns the row indices of the next round; see `PromptOrder.row_indices`."""
-        rates = np.array([self.pass_rates.get(uid, 0.5) for uid in self._uids])
+        rates = self._rates[self._place_of_row]
         weights = rates * (1 - rates) + FLOOR
         for rows, share in self._sources:
             weights[rows] *= share / weights[rows].sum()
         # Among exponential times with these rates, a prompt's comes first with probability proportional to its weight.
         times = np.random.default_rng([self._seed, position]).standard_exponential(len(weights)) / weights
-        is_pending = np.array([uid in self._pending for uid in self._uids])
-        drawn = np.lexsort((times, is_pending))[:count]
-        self._pending.update(self._uids[int(row)] for row in drawn)
+        drawn = np.lexsort((times, self._is_pending[self._place_of_row]))[:count]
+        self._is_pending[self._place_of_row[drawn]] = True
         return drawn
 
     def observe(self, pass_rates: Iterable[tuple[str, float | None]]) -> None:
@@ -60,19 +60,19 @@ class PassRateOrder:
 
         The first observation of a prompt sets its rate, so that observing saved `pass_rates` restores them.
         """
-        for uid, rate in pass_rates:
-            self._pending.discard(uid)
-            # The data of a resumed run may have changed.
-            if rate is not None and uid in self._known:
+        # The data of a resumed run may have changed.
+        for uid, rate in (one for one in pass_rates if one[0] in self._places):
+            self._is_pending[self._places[uid]] = False
+            if rate is not None:
                 before = self.pass_rates.get(uid, rate)
-                self.pass_rates[uid] = before + NEWEST_SHARE * (rate - before)
+                self.pass_rates[uid] = self._rates[self._places[uid]] = before + NEWEST_SHARE * (rate - before)
 
     def metrics(self) -> dict[str, float]:
         """Returns the fraction of prompts seen, and the distribution of their pass rates (NaN if none was seen)."""
         seen = np.array(list(self.pass_rates.values()))
         shares = {"low": seen < LOW_RATE, "middle": (seen >= LOW_RATE) & (seen <= HIGH_RATE), "high": seen > HIGH_RATE}
         return {
-            "data/seen_fraction": len(seen) / len(self._uids),
+            "data/seen_fraction": len(seen) / len(self._place_of_row),
             "data/pass_rate_mean": float(seen.mean()) if len(seen) else np.nan,
             **{f"data/pass_rate_{name}_fraction": is_in.sum() / max(len(seen), 1) for name, is_in in shares.items()},
         }
