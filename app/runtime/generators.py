@@ -149,7 +149,7 @@ def _open_ray_workers(
     }
     specs: dict[WorkerKind, ActorSpec] = {
         kind: ActorSpec(
-            architecture=definition.architecture,
+            definition=definition,
             shapes=engine.shapes,
             kind=kind,
             eos_ids=tuple(tokenizer.eos_ids),
@@ -159,9 +159,6 @@ def _open_ray_workers(
             # JAX reports GPUs as platform `gpu`, but its setting `jax_platforms` expects `cuda`.
             platforms="cuda" if platform == "gpu" else platform,
             matmul_precision="highest" if settings.model.dtype == "float32" else None,
-            lora=definition.lora,
-            quantization=definition.quantization,
-            outputs_first=definition.outputs_first,
             stop_text=tokenizer.stop_text if settings.rollout.stop else None,
         )
         for kind, engine in engines.items()

@@ -26,13 +26,14 @@ from settings.errors import InputError
 from tests.rollout import routes as routed
 from tests.rollout import worker_pools as local
 from tests.rollout.slots import GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
-from tests.tiny import MIXTURE, ODD, spell
+from tests.tiny import MIXTURE, spell
 
 
 def actor_spec(**changes: Any) -> ActorSpec:
+    engine = local.engine_on(0, True)
     names = {"kind": "fast", "dtype": "float32", "platforms": "cpu", "matmul_precision": "highest"}
-    usual: Any = {"shapes": local.engine_on(0, True).shapes, "architecture": ODD, "eos_ids": (), "exact": True, "tp": 1}
-    return ActorSpec(**(usual | names | changes))
+    sizes = {"definition": engine.programs.definition, "shapes": engine.shapes, "eos_ids": (), "exact": True, "tp": 1}
+    return ActorSpec(**{**names, **sizes, **changes})
 
 
 def actors(*resources: dict[str, float], **changes: Any) -> RolloutWorkerPool:
@@ -106,7 +107,7 @@ def test_killing_an_actor_loses_no_samples_until_the_last_actor_dies() -> None:
 @pytest.mark.usefixtures("pool")
 def test_actors_return_routes_and_say_why_they_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, rows = routed.slots(), [routed.row_of(i) for i in range(3)]
-    spec = actor_spec(architecture=MIXTURE, shapes=engine.shapes, exact=False)
+    spec = actor_spec(definition=engine.programs.definition, shapes=engine.shapes, exact=False)
     of_actor: Any = {"spec": spec, "cluster": RayCluster("local", []), "resources": {}}
     worker = RayWorker(name="far", kind="fast", engine=engine, **of_actor)
     worker.wait_until_ready(never_stop)

@@ -19,10 +19,8 @@ from jaxtyping import Int32
 
 from app.mesh import device_mesh
 from app.mesh.program_cache import use_program_cache
-from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
-from app.model.lora import LoRAConfig
 from app.rollout.counters import RolloutCounters
 from app.rollout.engine.engine import SlotEngine
 from app.rollout.engine.shapes import SlotShapes
@@ -33,7 +31,6 @@ from app.rollout.sequence import DecodeText, RolloutSequence
 from app.rollout.workers.worker import Admission, RolloutWorker
 from settings.errors import InputError, join_words
 from settings.schema.mesh import MeshSettings
-from settings.schema.model import Quantization
 
 BitLeaves = list[np.ndarray]
 """Leaves of a pytree, viewed as unsigned integers, so that processes can share arrays of any dtype."""
@@ -53,9 +50,9 @@ def from_bit_leaves(leaves: BitLeaves, *, like: Any) -> Any:
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """Specification of an actor's slots, as plain data."""
+    """Specification of an actor's slots, which is sent to its process."""
 
-    architecture: Architecture
+    definition: DecoderDefinition
     shapes: SlotShapes
     kind: WorkerKind
     eos_ids: tuple[int, ...]
@@ -67,12 +64,6 @@ class ActorSpec:
     """Value of JAX's option `jax_platforms` in the actor."""
     matmul_precision: str | None
     """JAX's matmul precision in the training process."""
-    lora: LoRAConfig | None = None
-    """LoRA adapters that are not merged into the kernels for decoding; None = there are none."""
-    quantization: Quantization | None = None
-    """Quantization of the kernels that have adapters; None = they are not quantized."""
-    outputs_first: bool = False
-    """Whether kernels are stored with their output dim first; see `DecoderDefinition`."""
     stop_text: DecodeText | None = None
     """Converts token ids to text, to find stop strings; it contains the tokenizer. None = there are no stop strings."""
 
@@ -117,11 +108,9 @@ class RolloutActor:
                 "where Ray started an actor; request some, as in {GPU: 1} or {TPU: 4}, and install JAX for them there"
             ) from error
         mesh = device_mesh.make_mesh(MeshSettings(shape=f"1,-1,{spec.tp}"))
-        check_slots_divide(spec, num_cache_shards(mesh, spec.architecture.num_kv_heads))
+        check_slots_divide(spec, num_cache_shards(mesh, spec.definition.architecture.num_kv_heads))
         self._engine = SlotEngine(
-            DecoderDefinition.create(
-                spec.architecture, lora=spec.lora, quantization=spec.quantization, outputs_first=spec.outputs_first
-            ),
+            spec.definition,
             mesh,
             spec.shapes,
             eos_ids=spec.eos_ids,
