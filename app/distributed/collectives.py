@@ -20,17 +20,17 @@ from settings.errors import InputError
 
 Item = TypeVar("Item")
 
-_mesh: Mesh | None = None
-"""The devices, one per host, over which values are exchanged; None = all devices."""
+_uses_first_devices = False
+"""Whether values are exchanged only over the first device of each host."""
 
 
-def set_exchange_devices(devices: Sequence[Any] | None) -> None:
-    """Sets the devices that exchange values: one per host, in host order; None = all devices.
+def use_first_devices(only: bool) -> None:
+    """Sets whether values are exchanged only over the first device of each host, or over all devices.
 
     Two threads must not run multi-device programs on the same devices, since each might wait for the other.
     """
-    global _mesh
-    _mesh = None if devices is None else Mesh(np.asarray(devices), ("hosts",))
+    global _uses_first_devices
+    _uses_first_devices = only
 
 
 def is_alone() -> bool:
@@ -45,20 +45,25 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
         return values[None]
     # Sent as bytes, because JAX would narrow 64-bit numbers.
     raw = np.frombuffer(values.tobytes(), np.uint8)
-    everywhere = PartitionSpec()
-    gathered = multihost_utils.process_allgather(raw) if _mesh is None else _exchange_rows(_mesh, raw, everywhere)
+    gathered = _exchange_rows(raw, PartitionSpec()) if _uses_first_devices else multihost_utils.process_allgather(raw)
     return np.frombuffer(np.asarray(gathered).tobytes(), values.dtype).reshape(jax.process_count(), *values.shape)
 
 
-def _exchange_rows(mesh: Mesh, row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-    """Stacks one row per host on the mesh, and returns this host's part of the stack under `spec`."""
-    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), row[None])
-    return np.asarray(_relayout(mesh, spec)(rows).addressable_data(0))
+def _exchange_rows(row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
+    """Stacks one row per host on their first devices, and returns this host's part of the stack under `spec`."""
+    rows = jax.make_array_from_process_local_data(NamedSharding(_first_devices(), PartitionSpec("hosts")), row[None])
+    return np.asarray(_relayout(spec)(rows).addressable_data(0))
 
 
 @functools.cache
-def _relayout(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, spec))
+def _relayout(spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(_first_devices(), spec))
+
+
+@functools.cache
+def _first_devices() -> Mesh:
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    return Mesh(np.asarray([first[host] for host in range(jax.process_count())]), ("hosts",))
 
 
 MAX_EXCHANGE_BYTES = 1 << 26
@@ -74,7 +79,6 @@ def exchange_over_hosts(
         sizes: number of elements from each host (first index) to each (second), equal on all hosts.
     """
     here, num_hosts, longest = jax.process_index(), jax.process_count(), int(sizes.max(initial=0))
-    mesh, columns = _mesh or _one_device_per_host(), PartitionSpec(None, "hosts")
     # Padded to powers of two, because JAX compiles a program for each new size.
     count = min(1 << max(longest - 1, 0).bit_length(), max(1, MAX_EXCHANGE_BYTES // 4 // num_hosts))
     received: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in parts]
@@ -83,15 +87,9 @@ def exchange_over_hosts(
         for row, part in zip(padded, parts, strict=True):
             piece = part[start : start + count]
             row[: len(piece)] = piece
-        for pieces, row in zip(received, _exchange_rows(mesh, padded, columns)[:, 0], strict=True):
+        for pieces, row in zip(received, _exchange_rows(padded, PartitionSpec(None, "hosts"))[:, 0], strict=True):
             pieces.append(row)
     return [np.concatenate(pieces)[:size] for pieces, size in zip(received, sizes[:, here], strict=True)]
-
-
-@functools.cache
-def _one_device_per_host() -> Mesh:
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    return Mesh(np.asarray([first[host] for host in range(jax.process_count())]), ("hosts",))
 
 
 def sum_over_hosts(values: np.ndarray) -> np.ndarray:

@@ -146,12 +146,6 @@ def local_devices() -> list[Any]:
     ]
 
 
-def first_devices(devices: Sequence[Any]) -> list[Any]:
-    """Returns the first device of each host, in the order of the hosts."""
-    first = {host_index(device): device for device in reversed(devices)}
-    return [first[host] for host in sorted(first)]
-
-
 def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
     """Returns the given devices or, if programs are only compiled, a whole slice of as many devices.
 

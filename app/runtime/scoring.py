@@ -15,10 +15,10 @@ from jaxtyping import Float32
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
-from app.distributed.collectives import set_exchange_devices
+from app.distributed.collectives import use_first_devices
 from app.mesh import device_mesh, placement
 from app.mesh.device_mesh import generation_devices
-from app.mesh.devices import first_devices, global_devices, local_devices
+from app.mesh.devices import local_devices
 from app.model.architecture import Architecture, RouteShape
 from app.model.attention.packed import platform_blocking
 from app.model.decoder import DecoderDefinition, Params
@@ -85,7 +85,7 @@ class ScoringSession:
             trains: whether the session is for training, so that its mesh excludes the devices of `rollout.devices`.
         """
         set_aside = devices_set_aside(settings) if trains else ()
-        set_exchange_devices(first_devices(global_devices(settings.mesh)) if set_aside else None)
+        use_first_devices(bool(set_aside))
         if model.policy_definition.quantization is not None:
             check_qwix_installed()
         mesh = open_mesh(settings, set_aside=set_aside)

@@ -24,7 +24,7 @@ from app.mesh.device_mesh import (
     parse_mesh_shape,
     without_generation_devices,
 )
-from app.mesh.devices import check_equal_device_counts, first_devices
+from app.mesh.devices import check_equal_device_counts
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 from tests.tiny import make_mesh as tiny_mesh
@@ -125,7 +125,6 @@ def test_generation_devices_that_do_not_fit_the_host_are_refused(wanted, num_dev
 
 def test_the_mesh_excludes_generation_devices():
     assert [one.id for one in without_generation_devices(devices_of(4, 4), (1, 3))] == [0, 2, 4, 6]
-    assert [one.id for one in first_devices(devices_of(4, 4))] == [0, 4]
     assert dict(make_mesh(MeshSettings(shape="2,-1,2")).shape) == {"dp": 2, "fsdp": 2, "tp": 2}
     mesh = make_mesh(MeshSettings(shape="1,-1,2"), set_aside=(4, 5, 6, 7))
     assert [one.id for one in mesh.devices.flat] == [one.id for one in jax.devices()[:4]]
