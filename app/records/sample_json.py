@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -198,7 +199,7 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         InputError: a required field is absent, or a field has the wrong type, length or range.
     """
     known = SampleRecord.model_fields
-    fields = _validate_fields(record, known, required=REQUIRED_FIELDS, where=where)
+    fields = _validate_fields(record, where=where)
     num_tokens = len(fields.completion_token_ids)
     arrays = ("behavior_logprobs", *PER_TOKEN_FIELDS, "policy_versions")
     optional = _per_token_arrays(fields, arrays, num_tokens, where=where)
@@ -286,66 +287,50 @@ def sample_for_advantages(
         InputError: a field that is read is absent, or has the wrong type, length or range.
     """
     logprobs = ("policy_logprobs", "reference_logprobs") if needs_logprobs else ()
-    turns = ("episode",) if needs_turns else ()
-    fields = _validate_fields(record, (*ADVANTAGE_FIELDS, *logprobs, *turns), required=(), where=where)
-    if fields.values is None:
+    names = {*ADVANTAGE_FIELDS, *logprobs, *(("episode",) if needs_turns else ())}
+    given = {name: x for name, x in record.items() if name in names and x is not None}
+    if "values" not in given:
         raise InputError(
             f"{where}: the field `values` is missing (one number per completion token); add it with `grpo score "
             "--role critic`"
         )
     for name in logprobs:
-        if getattr(fields, name) is None:
+        if name not in given:
             raise InputError(
                 f"{where}: the field `{name}` is missing, which the KL penalty in the reward needs; add it with "
                 f"`grpo score --role {name.removesuffix('_logprobs')}`, or turn the penalty off with algorithm.beta: 0"
             )
-    length_field = next(name for name in ADVANTAGE_FIELDS if record.get(name) is not None)
-    num_tokens = len(getattr(fields, length_field))
-    names = ("values", "token_rewards", *logprobs)
-    optional = _per_token_arrays(fields, names, num_tokens, where=where, length_field=length_field)
-    continues = len(fields.values) > num_tokens
-    if record.get("finish_reason") is not None:
-        was_truncated = fields.finish_reason == "length"
-        if was_truncated and bootstrap_truncated and not continues:
+    # Any list with an entry per token tells the number of tokens; their ids do not matter.
+    per_token = next(given[name] for name in (TOKEN_IDS, "token_rewards", "loss_mask", "values") if name in given)
+    ids = {TOKEN_IDS: [0] * len(per_token)} if isinstance(per_token, list) else {}
+    sample = sample_for_scoring({**ids, **given}, where=where, index=0, names=names)
+    num_tokens = len(sample.completion_ids)
+    continues = len(sample.values if sample.values is not None else ()) > num_tokens
+    if "finish_reason" in given:
+        was_truncated = sample.finish_reason == "length" and bootstrap_truncated
+        if was_truncated and not continues:
             raise InputError(
                 f"{where}: values has length {num_tokens}, expected {num_tokens + 1}: the sample was truncated "
                 "(`length`) and needs the value after its last token; add it with `grpo score --role critic`, or set "
                 "algorithm.bootstrap_truncated: false"
             )
-        continues = was_truncated and bootstrap_truncated
-    if fields.token_rewards is None:
-        mask = optional.get("loss_mask")
-        if fields.reward is None and (mask is None or mask.any()):
-            raise InputError(
-                f"{where}: the fields `reward` and `token_rewards` (one number per completion token) are missing; "
-                "add `reward` with `grpo score --role reward`"
-            )
-        optional["reward"] = float(fields.reward or 0.0)
-    if fields.episode is not None:
-        optional["episode"] = _read_episode(fields.episode, optional.get("loss_mask"), num_tokens, where=where)
-    return Sample(
-        prompt=Prompt(uid="", token_ids=np.zeros(0, np.int32), source="", answer=None),
-        sample_index=0,
-        group_id=0,
-        completion_ids=np.zeros(num_tokens, np.int32),
-        completion="",
-        behavior_logprobs=np.zeros(num_tokens, np.float32),
-        finish_reason="length" if continues else "stop",
-        policy_version=0,
-        **optional,
-    )
+        continues = was_truncated
+    if sample.token_rewards is None and sample.reward is None and sample.mask.any():
+        raise InputError(
+            f"{where}: the fields `reward` and `token_rewards` (one number per completion token) are missing; "
+            "add `reward` with `grpo score --role reward`"
+        )
+    return replace(sample, reward=sample.reward or 0.0, finish_reason="length" if continues else "stop")
 
 
-def _validate_fields(
-    record: Mapping[str, Any], names: Iterable[str], *, required: Sequence[str], where: str
-) -> SampleRecord:
-    missing = [name for name in required if name not in record]
+def _validate_fields(record: Mapping[str, Any], *, where: str) -> SampleRecord:
+    missing = [name for name in REQUIRED_FIELDS if name not in record]
     if missing:
         raise InputError(
             f"{where}: missing {join_words(missing, last='and')}; give a file written by grpo rollout, or add what a "
-            f"sample needs: {join_words(required, last='and')}"
+            f"sample needs: {join_words(REQUIRED_FIELDS, last='and')}"
         )
-    present = {name: record[name] for name in names if record.get(name) is not None or name in required}
+    present = {name: x for name, x in record.items() if x is not None or name in REQUIRED_FIELDS}
     try:
         return SampleRecord.model_validate(present)
     except ValidationError as error:
@@ -367,9 +352,7 @@ def _validate_fields(
     raise InputError(f"{where}: {location}: expected {expected}, got {got}")
 
 
-def _per_token_arrays(
-    fields: SampleRecord, names: Iterable[str], num_tokens: int, *, where: str, length_field: str = TOKEN_IDS
-) -> dict[str, Any]:
+def _per_token_arrays(fields: SampleRecord, names: Iterable[str], num_tokens: int, *, where: str) -> dict[str, Any]:
     """Returns the arrays of `names` and of `loss_mask` that are present, each with its length checked."""
     arrays: dict[str, Any] = {}
     for name in (*names, "loss_mask"):
@@ -377,10 +360,9 @@ def _per_token_arrays(
             allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
             if len(entries) not in allowed:
                 more = ", and optionally one after the last" if name == "values" else ""
-                source = "" if length_field == TOKEN_IDS else f" ({length_field} has {num_tokens})"
                 raise InputError(
                     f"{where}: {name} has length {len(entries)}, expected {join_words(allowed)}: one entry per "
-                    f"completion token{source}{more}"
+                    f"completion token{more}"
                 )
             arrays[name] = np.array(entries, DTYPES.get(name, np.float32))
     return arrays

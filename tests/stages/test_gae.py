@@ -220,7 +220,9 @@ def test_masked_tokens_may_have_any_value_unless_the_mask_mode_reads_them(tmp_pa
 
 
 def read(record: dict[str, Any]) -> Sample:
-    return sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False)
+    return sample_for_advantages(
+        record, where="file:1", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False
+    )
 
 
 def located(length: int) -> LocatedSample:
