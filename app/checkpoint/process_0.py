@@ -20,7 +20,7 @@ from app.checkpoint.array_pieces import broadcast_in_pieces, gather_in_pieces, p
 from app.checkpoint.full_disk import explain_full_disk
 from app.checkpoint.reading import open_reader, read_on_all_hosts
 from app.checkpoint.saved_arrays import array_path, saved_metadata, with_saved_dtypes
-from app.distributed.collectives import broadcast_bytes, error_barrier
+from app.distributed.collectives import broadcast_bytes, broadcast_json, error_barrier
 from app.records.run_directory import RunDirectory
 
 GATHERED_DIR = ".gathered"
@@ -58,7 +58,7 @@ class Process0Manager:
 
     def all_steps(self) -> Sequence[int]:
         steps = [] if self._manager is None else list(self._manager.all_steps())
-        return json.loads(broadcast_bytes(json.dumps(steps).encode()))
+        return broadcast_json(steps)
 
     def save(self, step: int, *, args: ocp.args.Composite) -> None:
         state = ocp.args.StandardSave(self._gather(args["state"].item))

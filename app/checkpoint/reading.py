@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from app.checkpoint.saved_arrays import CHECKSUM_MISMATCH, checksums, convert_dtypes
-from app.distributed.collectives import max_over_hosts
+from app.distributed.collectives import any_host
 
 Content = TypeVar("Content")
 
@@ -43,7 +42,7 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
             raise
         silence_abandoned_work()
         reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
-    return (None, reason) if max_over_hosts(np.asarray(content is None)) else (content, "")
+    return (None, reason) if any_host(content is None) else (content, "")
 
 
 def read_verified(read: Callable[[], Any], sums: Mapping[str, int], target: Any) -> tuple[Any, str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
@@ -25,7 +24,7 @@ from app.checkpoint.train_progress import (
     TrainProgress,
     progress_path,
 )
-from app.distributed.collectives import max_over_hosts
+from app.distributed.collectives import any_host
 from app.mesh.placement import abstract_arrays
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
@@ -169,7 +168,7 @@ class PolicyCheckpoint:
 
     def _restore_item(self, item: Any) -> Any:
         # Other hosts may have copies of the small files without the arrays.
-        is_only_on_process_0 = bool(max_over_hosts(np.asarray(not (self.path / "state").is_dir())))
+        is_only_on_process_0 = any_host(not (self.path / "state").is_dir())
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
         with closing(open_reader(handler)) as reader:
 

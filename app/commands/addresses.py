@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -127,7 +126,7 @@ def _load(options: Mapping[str, Any], *, is_early: bool = False) -> Resolved:
 @contextmanager
 def _input_of_process_0(option: str, path: Path) -> Iterator[Path]:
     """Yields the path of an input on process 0; on other hosts, the path of their own identical files or of copies."""
-    from app.distributed.collectives import broadcast_bytes, error_barrier, is_process_0
+    from app.distributed.collectives import broadcast_json, error_barrier, is_process_0
     from app.distributed.host_files import all_hosts_have, copy_from_process_0
 
     found = None
@@ -141,7 +140,7 @@ def _input_of_process_0(option: str, path: Path) -> Iterator[Path]:
         elif address := _address_in(path):
             path = local_folder(address)
         own = path.expanduser().resolve()
-    name, place, patterns = json.loads(broadcast_bytes(json.dumps(found).encode()))
+    name, place, patterns = broadcast_json(found)
     root = own.parents[len(Path(place).parts) - 1] if Path(place).parts else own
     if not patterns or all_hosts_have(root, patterns):
         yield path if is_process_0() or not patterns else root / place

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32, Int64
+from numpy.typing import ArrayLike
 
 from settings.errors import InputError
 
@@ -38,7 +39,7 @@ def is_alone() -> bool:
     return not jax.distributed.is_initialized() or jax.process_count() == 1
 
 
-def gather_over_hosts(values: np.ndarray) -> np.ndarray:
+def gather_over_hosts(values: ArrayLike) -> np.ndarray:
     """Returns the arrays of all hosts, stacked to [hosts, ...]; their shapes must be equal. Keeps 64-bit dtypes."""
     values = np.asarray(values)
     if is_alone():
@@ -92,12 +93,17 @@ def exchange_over_hosts(
     return [np.concatenate(pieces)[:size] for pieces, size in zip(received, sizes[:, here], strict=True)]
 
 
-def sum_over_hosts(values: np.ndarray) -> np.ndarray:
+def sum_over_hosts(values: ArrayLike) -> np.ndarray:
     return gather_over_hosts(values).sum(axis=0)
 
 
-def max_over_hosts(values: np.ndarray) -> np.ndarray:
+def max_over_hosts(values: ArrayLike) -> np.ndarray:
     return gather_over_hosts(values).max(axis=0)
+
+
+def any_host(flag: bool) -> bool:
+    """Returns whether the flag is True on any host."""
+    return bool(max_over_hosts(flag))
 
 
 def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
@@ -113,7 +119,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
     """Returns the bytes of every host, in process order; lengths may differ."""
-    sizes = gather_over_hosts(np.asarray(len(local_bytes)))
+    sizes = gather_over_hosts(len(local_bytes))
     # Padded to powers of two, because JAX compiles a program for each new size.
     padded = np.zeros(max(MIN_MESSAGE_BYTES, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
     padded[: len(local_bytes)] = np.frombuffer(local_bytes, np.uint8)
@@ -138,7 +144,7 @@ def gather_bytes_to_process_0(local_bytes: bytes) -> list[bytes]:
     """
     if is_alone():
         return [local_bytes]
-    longest = int(max_over_hosts(np.asarray(len(local_bytes))))
+    longest = int(max_over_hosts(len(local_bytes)))
     received: list[bytearray] = [bytearray() for _ in range(jax.process_count())]
     for start in range(0, longest, MAX_MESSAGE_BYTES):
         pieces = gather_bytes_over_hosts(local_bytes[start : start + MAX_MESSAGE_BYTES])
@@ -150,10 +156,15 @@ def gather_bytes_to_process_0(local_bytes: bytes) -> list[bytes]:
 
 def broadcast_bytes(local_bytes: bytes) -> bytes:
     """Returns the bytes of process 0 on every host; they are sent in messages of at most `MAX_MESSAGE_BYTES`."""
-    size = int(gather_over_hosts(np.asarray(len(local_bytes)))[0])
+    size = int(gather_over_hosts(len(local_bytes))[0])
     sent = local_bytes if jax.process_index() == 0 else b""
     starts = range(0, size, MAX_MESSAGE_BYTES)
     return b"".join(gather_bytes_over_hosts(sent[start : start + MAX_MESSAGE_BYTES])[0] for start in starts)
+
+
+def broadcast_json(local_value: Any) -> Any:
+    """Returns the value of process 0 on every host, sent as JSON."""
+    return json.loads(broadcast_bytes(json.dumps(local_value).encode()))
 
 
 def is_process_0() -> bool:
@@ -185,7 +196,7 @@ def error_barrier() -> Iterator[None]:
     except Exception as error:
         problem = error
     kind = 0 if problem is None else 2 if isinstance(problem, InputError) else 1
-    worst = int(max_over_hosts(np.asarray(kind)))
+    worst = int(max_over_hosts(kind))
     if not worst:
         return
     message = str(problem) if kind == 2 or isinstance(problem, RuntimeError) else f"{type(problem).__name__}: {problem}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 import uuid
@@ -12,9 +11,8 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import jax
-import numpy as np
 
-from app.distributed.collectives import broadcast_bytes, error_barrier, max_over_hosts
+from app.distributed.collectives import any_host, broadcast_bytes, broadcast_json, error_barrier
 from settings.errors import InputError
 
 MAX_PIECE_BYTES = 1 << 26
@@ -44,9 +42,9 @@ def sees_folder(folder: Path) -> tuple[bool, bool]:
                     raise InputError(
                         f"run.dir: cannot write to {parent}: {error.strerror}; choose another run.dir"
                     ) from error
-        way = broadcast_bytes(os.path.relpath(probe, folder).encode()).decode()
+        way = broadcast_json(os.path.relpath(probe, folder))
         is_seen = os.path.exists(os.path.normpath(folder / way))
-        return is_seen, not max_over_hosts(np.asarray(not is_seen))
+        return is_seen, not any_host(not is_seen)
     finally:
         if is_process_0:
             with suppress(OSError):
@@ -64,8 +62,8 @@ def all_hosts_have(folder: Path, patterns: Sequence[str]) -> bool:
         for name in _matching_files(folder, patterns):
             with (folder / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    expected = json.loads(broadcast_bytes(json.dumps(digests).encode()))
-    return not max_over_hosts(np.asarray(not expected or digests != expected))
+    expected = broadcast_json(digests)
+    return not any_host(not expected or digests != expected)
 
 
 def _matching_files(folder: Path, patterns: Sequence[str]) -> list[str]:
@@ -99,7 +97,7 @@ def copy_files(folder: Path, patterns: Sequence[str], *, option: str = "run.dir"
     with error_barrier():
         if jax.process_index() == 0:
             sizes = {name: (folder / name).stat().st_size for name in _matching_files(folder, patterns)}
-    for name, size in json.loads(broadcast_bytes(json.dumps(sizes).encode())).items():
+    for name, size in broadcast_json(sizes).items():
         _copy_file(folder / name, size, option)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.distributed.collectives import gather_over_hosts, max_over_hosts
+from app.distributed.collectives import any_host, gather_over_hosts
 from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 
@@ -101,7 +101,7 @@ class PreemptionHandler:
             save_is_due: whether this host wants to save a checkpoint.
             end_is_asked: whether the caller on this host asks to end the run.
         """
-        hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due, end_is_asked]))
+        hosts = gather_over_hosts([self.exit_code, save_is_due, end_is_asked])
         exit_code, due, asked = hosts.max(axis=0).tolist()
         return StopDecision(exit_code, bool(due), bool(asked), tuple(np.flatnonzero(hosts[:, 0]).tolist()))
 
@@ -150,5 +150,5 @@ def cancellation_barrier() -> Iterator[None]:
         yield
     except StoppedError as error:
         stopped = error
-    if max_over_hosts(np.asarray(stopped is not None)):
+    if any_host(stopped is not None):
         raise stopped or StoppedError

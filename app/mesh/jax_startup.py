@@ -7,7 +7,6 @@ import os
 import sys
 
 import jax
-import numpy as np
 
 from app.distributed.collectives import max_over_hosts
 from app.distributed.rendezvous import (
@@ -117,7 +116,7 @@ def join_other_hosts(settings: MeshSettings, *, compiles: bool = False) -> bool:
     check_equal_device_counts(global_devices(settings))
     share_program_cache()
     # Gloo waits only 30 s for the first exchange, and the next one may follow minutes of one host's work.
-    max_over_hosts(np.asarray(0))
+    max_over_hosts(0)
     _joined_before = True
     return True
 

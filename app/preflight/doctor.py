@@ -8,9 +8,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 import jax
-import numpy as np
 
-from app.distributed.collectives import error_barrier, gather_json_over_hosts, max_over_hosts
+from app.distributed.collectives import any_host, error_barrier, gather_json_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.evaluation.prompt_metrics import check_best_metric
 from app.mesh.devices import device_memory_bytes, device_platform, global_devices, host_memory_bytes, unused_accelerator
@@ -379,14 +378,14 @@ def _check_networks(
     recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs
 ) -> None:
     """Checks attention and runs the networks with their real weights; skips this on all hosts if one host cannot."""
-    if max_over_hosts(np.asarray(int(opened is None))):
+    if any_host(opened is None):
         reason = "the model or the mesh is missing on this host or on another one"
         recorder.skip("attention", *inputs.weight_checks, reason=reason)
         return
     assert opened is not None
     session, learning = opened
     check_attention(recorder, session.scoring, learning, inputs.reward_model)
-    if max_over_hosts(np.asarray(int(not inputs.prompts))):
+    if any_host(not inputs.prompts):
         recorder.skip(*inputs.weight_checks, reason="the prompts are missing on this host or on another one")
         return
     params, definition = None, session.model_spec.reference_definition
@@ -397,7 +396,7 @@ def _check_networks(
             params = check_forward_pass(recorder, session, inputs.prompts[0])
         # Generation has its own copy of the weights, and gradients take as much again.
         reason = too_large_reason(session, definition, num_copies=2)
-    if max_over_hosts(np.asarray(int(params is None or reason is not None))):
+    if any_host(params is None or reason is not None):
         recorder.skip("answer", reason=reason or "the forward pass fails on this host or on another one")
     else:
         assert params is not None

@@ -98,7 +98,7 @@ class AdvantageEstimator:
         if self.parts is not None:
             metrics |= self.parts.metrics(estimated)
         if self.masks_truncated:
-            num_tokens = sum_over_hosts(np.asarray(sum(int(s.mask.sum()) for s in samples if s.reward is not None)))
+            num_tokens = sum_over_hosts(sum(int(s.mask.sum()) for s in samples if s.reward is not None))
             kept = moments.advantages.count / num_tokens if num_tokens else math.nan
             metrics["completions/masked_token_fraction"] = float(1 - kept)
         next_kl_coef = self.next_kl_coef(estimated, kl_coef)
@@ -275,7 +275,7 @@ def make_next_kl_coef(algorithm: AlgorithmSettings) -> NextKLCoef:
 
     def next_kl_coef(samples: Sequence[Sample], kl_coef: float) -> float:
         (kl,) = moments_over_hosts([kl_moments(samples, kl_estimator)])
-        num_samples = int(sum_over_hosts(np.asarray(sum(s.mask.any() for s in samples))))
+        num_samples = int(sum_over_hosts(sum(s.mask.any() for s in samples)))
         # With NaN logprobs the coefficient would become NaN and stay NaN.
         if not kl.count or not math.isfinite(kl.mean):
             return kl_coef

@@ -9,7 +9,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from app.distributed.collectives import gather_over_hosts
@@ -67,7 +66,7 @@ def open_continuous_batching(
     if rollout.kv_blocks == "auto":
         num_blocks = blocks_in_memory(engine, held_bytes=held_bytes, truncates=truncates)
         if hosts > 1:
-            least = int(gather_over_hosts(np.asarray(num_blocks or MAX_BLOCKS)).min())
+            least = int(gather_over_hosts(num_blocks or MAX_BLOCKS).min())
             num_blocks = None if least == MAX_BLOCKS else least
         engine = engine if num_blocks is None else make_engine(num_slots, num_blocks)
     if is_auto and engine.programs.preempts:

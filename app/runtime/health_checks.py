@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import numpy as np
-
-from app.distributed.collectives import max_over_hosts, sum_over_hosts
+from app.distributed.collectives import any_host, max_over_hosts, sum_over_hosts
 from app.reward.aggregate import RewardedSamples
 from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 
@@ -20,7 +18,7 @@ class RewardError(RuntimeError):
 
 def stop_if_failed(fatal_error: str | None, *, source: str) -> None:
     """Raises RewardError on all hosts, which must call it together, if `source` has a fatal error on any of them."""
-    if max_over_hosts(np.asarray(fatal_error is not None)):
+    if any_host(fatal_error is not None):
         raise RewardError(fatal_error or f"{source} failed on another host; see its log")
 
 
@@ -32,7 +30,7 @@ def check_rewards(scored: RewardedSamples) -> None:
         RuntimeError: no sample could be generated, because the logits are not finite; raised on every host.
     """
     stop_if_failed(scored.fatal_error, source="a reward function")
-    num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
+    num_kept = sum_over_hosts(sum(s.reward is not None for s in scored.samples))
     if num_kept == 0 and scored.samples and all(s.finish_reason == FINISH_NON_FINITE for s in scored.samples):
         raise RuntimeError(
             f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights contain NaN or "
@@ -53,7 +51,7 @@ def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) 
     if parts:
         values = (s.rewards or {} for s in scored.samples)
         smallest = min((one[name] for one in values for name in parts if name in one), default=0.0)
-    if (below := max_over_hosts(np.asarray(-smallest))) > 0:
+    if (below := max_over_hosts(-smallest)) > 0:
         raise RewardError(
             f"a sample has reward {-below:g}, but algorithm.estimator: maxrl divides by the mean reward of a group "
             "and needs rewards of at least 0; change the reward functions, or choose another estimator, such as grpo"

@@ -265,7 +265,7 @@ def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], second
         RuntimeError: all samples were dropped; raised on every host.
     """
     before = [len(finished), sum(len(sample.completion_ids) for sample in finished.values())]
-    samples, tokens, truncated, dropped, *earlier = sum_over_hosts(np.asarray([*counts, *before])).tolist()
+    samples, tokens, truncated, dropped, *earlier = sum_over_hosts([*counts, *before]).tolist()
     num_before, tokens_before = earlier
     if samples and dropped == samples:
         raise RuntimeError(f"all {samples} samples were dropped; their finish_reason and the log say what to fix")

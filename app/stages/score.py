@@ -301,7 +301,7 @@ class WindowScorer:
         if self._role == "critic":
             return metrics
         difference, count = sum_over_hosts(np.asarray([total["difference"], total["differences"]], np.float64)).tolist()
-        largest = float(max_over_hosts(np.asarray(self._max_difference)))
+        largest = float(max_over_hosts(self._max_difference))
         if count:
             metrics |= {"mean |logprob - behavior|": difference / count, "max |logprob - behavior|": largest}
         return metrics
@@ -326,7 +326,7 @@ def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sam
     differences = np.concatenate([np.abs(shared - alone)[known] for shared in together])
     local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
     # The result must be the same on every host: if only one host raised, the others would wait for it.
-    largest, mean = max_over_hosts(np.asarray(local)).tolist()
+    largest, mean = max_over_hosts(local).tolist()
     max_allowed, mean_allowed = TOLERANCES[session.settings.model.dtype]
     # Not `>`: NaN must fail the check.
     if not (largest <= max_allowed and mean <= mean_allowed):

@@ -143,7 +143,7 @@ def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
     """Returns the speed and peak memory of a step; `perf/mfu` is None if the devices' peak FLOP/s is unknown."""
-    num_tokens = int(sum_over_hosts(np.asarray(sum(len(s.completion_ids) for s in samples))))
+    num_tokens = int(sum_over_hosts(sum(len(s.completion_ids) for s in samples)))
     kind = jax.devices()[0].device_kind
     peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)
     return {

@@ -70,7 +70,7 @@ def reward_counts(scored: RewardedSamples) -> dict[str, float]:
         for name, function in scored.function_counts.items()
         for key, x in function.extras.items()
     }
-    totals = sum_over_hosts(np.asarray(list(counts.values())))
+    totals = sum_over_hosts(list(counts.values()))
     # The names of plug-in metrics depend on the samples, so hosts must gather them first.
     names = sorted({name for host in gather_json_over_hosts([*extras]) for name in host})
     sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))

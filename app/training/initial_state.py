@@ -7,13 +7,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_policy import load_trained_params
 from app.checkpoint.train_progress import RunState, TrainProgress
-from app.distributed.collectives import error_barrier, max_over_hosts
+from app.distributed.collectives import any_host, error_barrier
 from app.distributed.host_files import copy_files
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
@@ -97,7 +96,7 @@ def _fetch_again(folder: RunFolder, step: int) -> bool:
     """Replaces a damaged checkpoint by its copy in the run's bucket; returns False if there is no copy."""
     with error_barrier():
         is_replaced = folder.mirror is not None and folder.mirror.replace_checkpoint(step)
-    is_replaced = bool(max_over_hosts(np.asarray(int(is_replaced))))
+    is_replaced = any_host(is_replaced)
     if is_replaced and not folder.is_seen_by_all:
         copy_files(folder.run.path, [f"checkpoints/{step}/progress/*"])
     return is_replaced

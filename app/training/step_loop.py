@@ -13,7 +13,7 @@ from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.retention import SaveClock
 from app.checkpoint.train_progress import RunState, TrainProgress
 from app.distributed.collective_files import gather_lines_to_process_0
-from app.distributed.collectives import broadcast_bytes, error_barrier
+from app.distributed.collectives import broadcast_json, error_barrier
 from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
 from app.evaluation.evaluator import evaluate, evaluation_metrics
@@ -236,7 +236,7 @@ class StepLoop:
         if self.settings.run.early_stopping.patience is not None and self.progress.step < self.last_step:
             metric, patience = self.settings.checkpoint.best_metric, self.settings.run.early_stopping.patience
             reason = early_stopping_reason(self.reporter.run_log.history, metric=metric, patience=patience) or ""
-            self.early_end = broadcast_bytes(reason.encode()).decode()
+            self.early_end = broadcast_json(reason)
 
     def _save(self) -> None:
         self.reporter.display.set_phase("save")

@@ -146,7 +146,7 @@ class Updater:
             samples: this host's samples of the step.
             rows: the samples in this host's packed rows, and this host's part of the plan.
         """
-        totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
+        totals = StepTotals(*sum_over_hosts(StepTotals.from_samples(samples)).tolist())
         packed = (self.pack(rows.samples, one, totals) for one in rows.plan.micro_batches)
         return [to_global(self.mesh, one) for one in packed]
 

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
-import numpy as np
 
-from app.distributed.collectives import max_over_hosts
+from app.distributed.collectives import any_host
 from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StoppedError
 from app.mesh.device_mesh import num_hosts
 from app.model.decode_weights import DecodeWeights
@@ -112,7 +111,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         """Raises StoppedError if a stop was requested on this host or, if hosts share the queue, on any host."""
         stops = self.stop_requested()
         if self._spans_hosts:
-            stops = bool(max_over_hosts(np.asarray(int(stops))))
+            stops = any_host(stops)
         if stops:
             raise StoppedError
 
