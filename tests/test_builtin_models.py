@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.evaluation.evaluator import evaluate, evaluation_metrics
+from app.evaluation.evaluator import evaluation_metrics, generate_samples
 from app.model.io.model_files import open_model
 from app.prompts.arithmetic import make_problems
 from app.reward.plugin import StepInfo
@@ -74,7 +74,8 @@ def metrics_at_the_start(*overrides: str) -> dict[str, float]:
     session = Session.open(ScoringSession.open(settings, training_input.model))
     weights = session.to_decode_weights(session.scoring.load_params())
     with training_input.make_rewards(settings) as rewards:
-        judged = evaluate(session, weights, training_input.eval_prompts, rewards, StepInfo())
+        samples = [*generate_samples(session, weights, training_input.eval_prompts)]
+        judged = rewards.grade_held_out(samples, StepInfo())
     return {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}
 
 

@@ -40,7 +40,6 @@ from app.runtime.model_spec import (
     read_model_spec,
 )
 from app.runtime.pinned_revisions import pin_revisions
-from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import Settings
 from settings.errors import InputError
@@ -210,9 +209,11 @@ class PolicySource(NamedTuple):
     def load_decode_weights(self, session: Session) -> DecodeWeights:
         """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call it together."""
         scoring, saved = session.scoring, self.saved_policy
-        weights = session.to_decode_weights(
-            scoring.load_params() if saved is None else load_policy_params(saved, scoring)
-        )
+        if saved is None:
+            weights = session.to_decode_weights(scoring.load_params())
+        else:
+            trained = load_trained_params(saved, self.model, session.mesh)
+            weights = session.to_decode_weights(scoring.full_params(trained))
         scoring.free_frozen_params()
         return weights
 
@@ -235,20 +236,14 @@ def read_policy_source(settings: Settings, checkpoint: Path | None) -> PolicySou
     return PolicySource(settings, model, saved)
 
 
-def load_policy_params(checkpoint: PolicyCheckpoint, session: ScoringSession) -> Params:
-    """Loads all weights of a saved policy onto the mesh of the session.
+def load_trained_params(checkpoint: PolicyCheckpoint, model: ModelSpec, mesh: Mesh) -> Params:
+    """Loads the trained weights of a checkpoint: only the adapters, in float32, if there are any, else all weights.
 
-    Adapters are float32; with them, the result also has the weights of `model.path`, in the compute dtype or quantized.
     Call `checkpoint.check_compatible` first. All hosts must call it together.
 
     Raises:
         InputError: the saved weights are damaged.
     """
-    return session.full_params(load_trained_params(checkpoint, session.model_spec, session.mesh))
-
-
-def load_trained_params(checkpoint: PolicyCheckpoint, model: ModelSpec, mesh: Mesh) -> Params:
-    """Loads the trained weights: only the adapters if there are any, else all weights. See `load_policy_params`."""
     definition = model.policy_definition
     shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
     return checkpoint.restore_params(shapes, shardings)

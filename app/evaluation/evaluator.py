@@ -12,26 +12,9 @@ from app.evaluation.prompt_metrics import estimate_metrics, prompt_columns
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.report.confidence_intervals import MetricEstimate
-from app.reward.aggregate import RewardedSamples
-from app.reward.plugin import StepInfo
-from app.reward.reward_functions import RewardFunctions, accuracy_function_name
+from app.reward.reward_functions import accuracy_function_name
 from app.runtime.session import Session
 from settings import Settings
-
-
-def evaluate(
-    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: RewardFunctions, moment: StepInfo
-) -> RewardedSamples:
-    """Generates and grades `eval.num_samples` samples at `eval.temperature` for each prompt of this host's shard.
-
-    Args:
-        moment: the progress of training, passed to plug-in reward functions.
-
-    Raises:
-        StoppedError: generation was stopped, on this host or another.
-    """
-    samples = generate_samples(session, weights, prompts)
-    return rewards.grade_held_out([*samples], moment)
 
 
 def generate_samples(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:

@@ -16,7 +16,7 @@ from app.distributed.collective_files import gather_lines_to_process_0
 from app.distributed.collectives import broadcast_json, error_barrier
 from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
-from app.evaluation.evaluator import evaluate, evaluation_metrics
+from app.evaluation.evaluator import evaluation_metrics, generate_samples
 from app.mesh.program_cache import CompilationCounter
 from app.prompts.turn_end import overlooked_end_notices, written_ids
 from app.records.sample import Sample
@@ -204,13 +204,10 @@ class StepLoop:
         start = time.perf_counter()
         session, display, prompts = self.trainer.session, self.reporter.display, self.setup.inputs.eval_prompts
         display.set_phase("evaluate")
-        rewarded = evaluate(
-            session,
-            session.to_decode_weights(session.scoring.full_params(self.state.policy.params)),
-            prompts,
-            self.trainer.reward_functions,
-            StepInfo(step, self.settings.run.steps),
-        )
+        policy = session.scoring.full_params(self.state.policy.params)
+        # The generator alone refers to the generation weights, so that grading does not keep them.
+        samples = [*generate_samples(session, session.to_decode_weights(policy), prompts)]
+        rewarded = self.trainer.reward_functions.grade_held_out(samples, StepInfo(step, self.settings.run.steps))
         if not session.generates_async:
             # The next step must report its own rollouts only.
             session.take_counters()

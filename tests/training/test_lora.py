@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params, read_policy_source
+from app.checkpoint.saved_policy import PolicyCheckpoint, load_trained_params, read_policy_source
 from app.checkpoint.train_progress import RunState, TrainProgress
 from app.model.architecture import forward_flops
 from app.model.decode_weights import DecodeWeights
@@ -80,7 +80,8 @@ def test_the_reference_is_the_model_without_adapters_and_not_a_copy(adapted: Pat
     state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
     reference = load_reference_params(state, START, launch)
     assert reference is not None and reference is session.scoring.frozen_params
-    trained = load_policy_params(PolicyCheckpoint.open(adapted), session.scoring)
+    adapters = load_trained_params(PolicyCheckpoint.open(adapted), session.model_spec, session.mesh)
+    trained = session.scoring.full_params(adapters)
     frozen = session.model_spec.policy_definition.frozen(trained)
     assert all(a is b for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(reference), strict=True))
     samples = some_samples(adapted)
@@ -266,7 +267,7 @@ def test_adapters_are_merged_into_the_unquantized_base(quantized: Path, config: 
     launch, _ = launched(config, *QLORA)
     session = launch.session
     policy = session.model_spec.policy_definition
-    adapters = policy.trainable(load_policy_params(PolicyCheckpoint.open(quantized), session.scoring))
+    adapters = load_trained_params(PolicyCheckpoint.open(quantized), session.model_spec, session.mesh)
     own = load_weights(session.model_spec.definition, session.model_spec.files.weights, mesh)
     whole = merge_adapters(combine_params(*(jax.tree.map(np.asarray, one) for one in (adapters, own))), policy.lora)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
