@@ -130,15 +130,15 @@ def split_group(item: PackingItem, completion_lengths: Sequence[int], max_tokens
         yield PackingItem(size, members, prompt)
 
 
-def merge_shared_prompts(row: PackingRow, prompt_indices: Sequence[int]) -> PackingRow:
+def merge_shared_prompts(row: PackingRow, prompt_keys: Sequence[int]) -> PackingRow:
     """Returns the row with one copy of each prompt: merges the parts of a group that share the row."""
-    numbers = [prompt_indices[item.sample_indices[0]] for item in row]
-    if len(set(numbers)) == len(row):
+    keys = [prompt_keys[item.sample_indices[0]] for item in row]
+    if len(set(keys)) == len(row):
         return row
     by_prompt: dict[int, PackingItem] = {}
-    for number, item in zip(numbers, row, strict=True):
-        size, members, prompt = by_prompt.get(number, (item.num_prompt_tokens, (), item.num_prompt_tokens))
-        by_prompt[number] = PackingItem(size + item.num_tokens - prompt, members + item.sample_indices, prompt)
+    for key, item in zip(keys, row, strict=True):
+        size, members, prompt = by_prompt.get(key, (item.num_prompt_tokens, (), item.num_prompt_tokens))
+        by_prompt[key] = PackingItem(size + item.num_tokens - prompt, members + item.sample_indices, prompt)
     return list(by_prompt.values())
 
 

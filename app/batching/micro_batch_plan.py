@@ -76,12 +76,12 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceLengths:
-    """Lengths of samples in tokens, and the index of each sample's prompt."""
+    """Lengths of samples in tokens, and the key of each sample's prompt."""
 
     prompts: Int64[np.ndarray, "N"]
     completions: Int64[np.ndarray, "N"]
-    prompt_indices: Int64[np.ndarray, "N"]
-    """Index of each sample's prompt; equal prompts have the same index."""
+    prompt_keys: Int64[np.ndarray, "N"]
+    """Equal for samples with equal prompts, on all hosts."""
 
     @property
     def totals(self) -> Int64[np.ndarray, "N"]:
@@ -207,8 +207,8 @@ def _packer_variants(lengths: SequenceLengths, budget: TokenBudget) -> Iterator[
 def _prompt_group_items(lengths: SequenceLengths, max_tokens: int) -> list[PackingItem]:
     """Returns the samples grouped by prompt, with groups split into parts of at most `max_tokens` tokens."""
     groups: dict[int, list[int]] = {}
-    for i, number in enumerate(lengths.prompt_indices.tolist()):
-        groups.setdefault(number, []).append(i)
+    for i, key in enumerate(lengths.prompt_keys.tolist()):
+        groups.setdefault(key, []).append(i)
     prompts, completions = lengths.prompts.tolist(), lengths.completions.tolist()
     items = []
     for members in groups.values():
@@ -224,10 +224,10 @@ def _assign_rows(
     """Assigns packed rows to micro-batches and devices, after merging copies of a prompt within a row."""
     micro_batches: list[MicroBatch] = []
     loads: list[float] = [0] * num_devices
-    prompt_numbers = lengths.prompt_indices.tolist()
+    prompt_keys = lengths.prompt_keys.tolist()
     for (rows_per_device, num_tokens), num_micro_batches, rows in packing:
         if budget.share_prompts:
-            rows = [merge_shared_prompts(row, prompt_numbers) for row in rows]
+            rows = [merge_shared_prompts(row, prompt_keys) for row in rows]
         sizes = {"num_micro_batches": num_micro_batches, "num_devices": num_devices, "rows_per_device": rows_per_device}
         if budget.balance:
             costs = _row_costs(rows, lengths, sequence_cost)

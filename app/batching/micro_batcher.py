@@ -123,24 +123,17 @@ class EqualShapeBatcher(MicroBatcher):
 
 
 def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
-    """Returns the lengths of samples; prompts with equal token ids get the same index."""
-    numbers: dict[bytes, int] = {}
-    prompt_numbers = [numbers.setdefault(s.prompt.token_ids.tobytes(), len(numbers)) for s in samples]
+    """Returns the lengths of samples; the key of a prompt is a hash of its token ids."""
+    keys = b"".join(sha256(s.prompt.token_ids.tobytes()).digest()[:8] for s in samples)
     return SequenceLengths(
         np.asarray([len(s.prompt.token_ids) for s in samples], np.int64),
         np.asarray([len(s.completion_ids) for s in samples], np.int64),
-        np.asarray(prompt_numbers, np.int64),
+        np.frombuffer(keys, np.int64),
     )
 
 
 def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, tuple[int, ...]]:
     """Returns the lengths of all hosts' samples, host by host, and the number of samples of each host."""
     local = sequence_lengths(samples)
-    if jax.process_count() == 1:
-        return local, (len(samples),)
-    digests = b"".join(sha256(s.prompt.token_ids.tobytes()).digest()[:8] for s in samples)
-    hosts = gather_rows(np.stack([local.prompts, local.completions, np.frombuffer(digests, np.int64)], axis=1))
-    prompts, completions, prompt_digests = np.concatenate(hosts).T
-    numbers: dict[int, int] = {}
-    indices = np.asarray([numbers.setdefault(one, len(numbers)) for one in prompt_digests.tolist()], np.int64)
-    return SequenceLengths(prompts, completions, indices), tuple(map(len, hosts))
+    hosts = gather_rows(np.stack([local.prompts, local.completions, local.prompt_keys], axis=1))
+    return SequenceLengths(*np.concatenate(hosts).T), tuple(map(len, hosts))

@@ -242,10 +242,10 @@ def _make_report(
 
 def _max_flops(launch: RunSetup, num_prompts: int, mean_prompt: int) -> float:
     settings, inputs = launch.resolved.settings, launch.inputs
-    prompt_indices = np.arange(num_prompts).repeat(settings.rollout.group_size)
+    prompt_keys = np.arange(num_prompts).repeat(settings.rollout.group_size)
     sizes = (mean_prompt, settings.rollout.max_new_tokens)
-    prompts, completions = (np.full_like(prompt_indices, size) for size in sizes)
-    lengths = SequenceLengths(prompts, completions, prompt_indices)
+    prompts, completions = (np.full_like(prompt_keys, size) for size in sizes)
+    lengths = SequenceLengths(prompts, completions, prompt_keys)
     # The reward model reads one more token.
     conversations = replace(lengths, completions=lengths.completions + 1)
     return make_step_flops(settings, launch.session, inputs.reward_model).total(

@@ -97,7 +97,7 @@ def outline_step(
         indices = np.arange(num_prompts * hosts).repeat(rollout.group_size)
         lengths = [np.full_like(indices, length) for length in (longest_prompt, completion)]
         all_rows = batcher.plan(
-            SequenceLengths(*lengths, prompt_indices=indices), num_devices=num_row_shards(session.mesh)
+            SequenceLengths(*lengths, prompt_keys=indices), num_devices=num_row_shards(session.mesh)
         )
         return all_rows.part(0, hosts)
 

@@ -318,8 +318,8 @@ def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sam
     """
     samples = [_truncate_sample(sample) for sample in samples]
     apart = [(i,) for i in range(len(samples))]
-    prompts = sequence_lengths(samples).prompt_indices
-    by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
+    keys = sequence_lengths(samples).prompt_keys
+    by_prompt = [tuple(np.flatnonzero(keys == key).tolist()) for key in dict.fromkeys(keys.tolist())]
     alone, *together = _score_arrangements(session, params, samples, [apart, by_prompt])
     # Scores that are non-finite even alone are not a leak.
     known = np.isfinite(alone)

@@ -49,7 +49,7 @@ class NetworkPass(NamedTuple):
         prompts = self.sequence_flops(lengths.prompts)
         completions = self.sequence_flops(lengths.totals) - prompts + self.head_flops * lengths.completions
         if self.shares_prompts:
-            prompts = prompts[np.unique(lengths.prompt_indices, return_index=True)[1]]
+            prompts = prompts[np.sort(np.unique(lengths.prompt_keys, return_index=True)[1])]
         # The sum over a step of a large model exceeds int64.
         return float(prompts.sum(dtype=np.float64) + completions.sum(dtype=np.float64))
 

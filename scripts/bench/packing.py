@@ -208,11 +208,11 @@ def sharing_table() -> dict[str, dict[str, float]]:
 
 def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
     """Concatenates the samples of several hosts; equal prompt indices of different hosts become distinct."""
-    first_prompts = np.cumsum([0, *(host.prompt_indices.max(initial=-1) + 1 for host in hosts)])
+    first_prompts = np.cumsum([0, *(host.prompt_keys.max(initial=-1) + 1 for host in hosts)])
     return SequenceLengths(
         np.concatenate([host.prompts for host in hosts]),
         np.concatenate([host.completions for host in hosts]),
-        np.concatenate([host.prompt_indices + first for host, first in zip(hosts, first_prompts, strict=False)]),
+        np.concatenate([host.prompt_keys + first for host, first in zip(hosts, first_prompts, strict=False)]),
     )
 
 
@@ -339,7 +339,7 @@ def assembly_times() -> dict[str, float]:
 
     lengths = groups(np.random.default_rng(0), 2048, 8)
     samples = []
-    for prompt, completion, number in zip(lengths.prompts, lengths.completions, lengths.prompt_indices, strict=True):
+    for prompt, completion, number in zip(lengths.prompts, lengths.completions, lengths.prompt_keys, strict=True):
         asked = Prompt(str(number), np.full(prompt, number, np.int32), "", None)
         ids, logprobs = np.ones(completion, np.int32), np.ones(completion, np.float32)
         samples.append(Sample(asked, 0, int(number), ids, "", logprobs, "length", 0))

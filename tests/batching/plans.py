@@ -23,7 +23,7 @@ def group(prompt: int, *completions: int) -> SequenceLengths:
 
 def joined(*hosts: SequenceLengths) -> SequenceLengths:
     """Joins the samples of several hosts into one host's; their prompts remain separate."""
-    numbers = [host.prompt_indices + 1000 * i for i, host in enumerate(hosts)]
+    numbers = [host.prompt_keys + 1000 * i for i, host in enumerate(hosts)]
     return SequenceLengths(
         np.concatenate([host.prompts for host in hosts]).astype(np.int64),
         np.concatenate([host.completions for host in hosts]).astype(np.int64),
@@ -92,8 +92,8 @@ def check_plan(plan: MicroBatchPlan, lengths: SequenceLengths, budget: TokenBudg
     for row, shape in rows:
         assert tokens_of(row, lengths) <= shape.num_tokens
         assert shape == RowShape(shape.num_tokens, shape.num_tokens)
-        numbers = [int(lengths.prompt_indices[segment[0]]) for segment in row]
-        assert all(set(lengths.prompt_indices[list(s)]) == {n} for s, n in zip(row, numbers, strict=True))
+        numbers = [int(lengths.prompt_keys[segment[0]]) for segment in row]
+        assert all(set(lengths.prompt_keys[list(s)]) == {n} for s, n in zip(row, numbers, strict=True))
         if budget.share_prompts:
             assert len(set(numbers)) == len(numbers)
         else:

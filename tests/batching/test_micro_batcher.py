@@ -17,7 +17,7 @@ from tests.batching.plans import flops, group, joined, lone, make_budget, member
 from tests.tiny import make_mesh, make_sample, random_samples
 
 
-def test_samples_with_equal_prompts_share_a_prompt_index():
+def test_samples_with_equal_prompts_have_equal_prompt_keys():
     samples = [
         make_sample([0] * 3, prompt_ids=[1, 2], group_id=0),
         make_sample([0], prompt_ids=[1, 3], group_id=1),
@@ -26,7 +26,8 @@ def test_samples_with_equal_prompts_share_a_prompt_index():
     lengths = sequence_lengths(samples)
     assert lengths.prompts.tolist() == [2, 2, 2]
     assert lengths.completions.tolist() == [3, 1, 0]
-    assert lengths.prompt_indices.tolist() == [0, 1, 0]
+    first, other, again = lengths.prompt_keys.tolist()
+    assert first == again != other
     assert lengths.totals.tolist() == [5, 3, 2]
 
 
