@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -108,32 +108,24 @@ class RunLog:
         # Replace the file rather than write through a link.
         write_atomic(run.sessions_path, earlier + separator + line)
         write_atomic(run.metrics_path, b"".join(line for line, _ in kept))
-        self._file = self._open()
         self._wandb = open_wandb(run, resolved, wandb_id)
         next_step = self.history[-1]["step"] + 1 if self.history else 0
         self._tensorboard = open_tensorboard(run, resolved, next_step=next_step)
-
-    def _open(self) -> TextIO:
-        return self.run.metrics_path.open("a", encoding="utf-8", buffering=1)
 
     @property
     def wandb_id(self) -> str | None:
         return self._wandb.id if self._wandb is not None else None
 
     def write_metrics(self, step: int, metrics: Metrics) -> None:
-        """Appends the metrics of a step in a single write, so that its line is either complete or missing.
-
-        If the file has been deleted, it is written again with all lines.
-        """
+        """Appends the metrics of a step, or all lines if the file has been deleted."""
         record = replace_nonfinite({"step": step, **metrics})
-        if not self.run.metrics_path.exists():
-            log.warning("%s was deleted during the run and has been rewritten", self.run.metrics_path)
-            lines = "".join(json.dumps(line, allow_nan=False) + "\n" for line in self.history)
-            write_atomic(self.run.metrics_path, lines.encode())
-            self._file.close()
-            self._file = self._open()
         self.history.append(record)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        missing = [record]
+        if not self.run.metrics_path.exists():
+            log.warning("%s was deleted during the run and is written again", self.run.metrics_path)
+            missing = self.history
+        with self.run.metrics_path.open("ab") as file:
+            file.write(b"".join(to_json_line(line, "metrics") for line in missing))
         known = {name: value for name, value in record.items() if value is not None}
         if self._wandb is not None:
             self._wandb.log(known, step=step)
@@ -148,10 +140,8 @@ class RunLog:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
     def close(self) -> None:
-        # Their errors were already raised when a line could not be written; try again here.
-        with suppress(OSError):
-            self._file.close()
         if self._tensorboard is not None:
+            # Its errors were already raised when an event could not be written; try again here.
             with suppress(OSError):
                 self._tensorboard.close()
         if self._wandb is not None:
