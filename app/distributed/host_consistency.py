@@ -16,7 +16,7 @@ import jax
 
 from app.distributed.collectives import gather_json_over_hosts
 from app.records.identity import Identity
-from app.records.versions import TRAINING_PACKAGES, program_versions
+from app.records.versions import program_versions
 from settings import Resolved
 from settings.errors import InputError
 from settings.loading.fields import FIELDS, value_of
@@ -61,7 +61,7 @@ def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType(
         for field in FIELDS
         if field not in PER_HOST_SETTINGS
     }
-    local |= {name: HostFact(str(x)) for name, x in {**program_versions(TRAINING_PACKAGES), **identity}.items()}
+    local |= {name: HostFact(str(x)) for name, x in {**program_versions(), **identity}.items()}
     gathered = gather_json_over_hosts([socket.gethostname(), local])
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
     all_facts = [{name: HostFact(*fact) for name, fact in facts.items()} for _, facts in gathered]

@@ -39,6 +39,7 @@ from app.model.io.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, ModelFile
 from app.model.lora import LoRAConfig, combine_params
 from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 from app.records.atomic_write import create_folder_atomic
+from app.records.jsonl import check_output_path
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
 from settings import Resolved, Settings
@@ -87,7 +88,9 @@ def export(
             there are no adapters or PEFT could not load their base model. Nothing is written then.
     """
     start, out = time.perf_counter(), out.expanduser().absolute()
-    check_new_folder(out)
+    if os.path.lexists(out):
+        raise InputError(f"--out: {out} exists already; give the name of a new folder, or move the old one away")
+    check_output_path(out)
     saved, model = _read_policy(resolved.settings, checkpoint)
     has_adapters = model.policy_definition.lora is not None
     export_format = ADAPTER if only_adapters else MERGED_MODEL if has_adapters else FULL_MODEL
@@ -244,13 +247,3 @@ def write_tokenizer(files: ModelFiles, directory: Path) -> None:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def check_new_folder(path: Path) -> None:
-    """Raises InputError if the path exists, or a folder cannot be created there."""
-    if os.path.lexists(path):
-        raise InputError(f"--out: {path} exists already; give the name of a new folder, or move the old one away")
-    if not path.parent.is_dir():
-        raise InputError(f"--out: {path}: the folder {path.parent} does not exist; create it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--out: {path}: the folder {path.parent} is not writable; choose another one")

@@ -6,7 +6,6 @@ import hashlib
 import platform
 import re
 import tomllib
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -36,11 +35,11 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def program_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Maps display names to the versions of Python and the packages, and to the code digest."""
+def program_versions() -> dict[str, str]:
+    """Maps display names to the versions of Python and `TRAINING_PACKAGES`, and to the code digest."""
     return {
         "version of Python": platform.python_version(),
-        **{f"version of {name}": version_of(name) for name in packages},
+        **{f"version of {name}": version_of(name) for name in TRAINING_PACKAGES},
         "code of grpo": code_digest(),
     }
 
