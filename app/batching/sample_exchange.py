@@ -34,17 +34,9 @@ class HostRows:
     """Samples of other hosts have only token ids and the requested fields."""
     plan: MicroBatchPlan
     """Micro-batches of `samples` for this host's devices."""
-    _routing: SampleRouting | None = None
-
-    def return_to_owners(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
-        """Returns the values of this host's own samples, whichever hosts computed them.
-
-        All hosts must call it together.
-
-        Args:
-            values: an array for each of `samples`, with one value per completion token.
-        """
-        return list(values) if self._routing is None else self._routing.return_to_owners(values)
+    return_to_owners: Callable[[Sequence[Float32[np.ndarray, "C"]]], list[Float32[np.ndarray, "C"]]] = list
+    """(an array for each of `samples`, with one value per completion token) -> those of this host's own samples,
+    whichever hosts computed them. All hosts must call it together."""
 
 
 def fetch_rows(
@@ -70,7 +62,7 @@ def fetch_rows(
         replace(one, rows=tuple(tuple(tuple(map(index_of, segment)) for segment in row) for row in one.rows))
         for one in global_plan.local_plan.micro_batches
     ]
-    return HostRows(fetched, MicroBatchPlan(tuple(local)), routing)
+    return HostRows(fetched, MicroBatchPlan(tuple(local)), routing.return_to_owners)
 
 
 def _check_equal_plans(plan: MicroBatchPlan) -> None:
