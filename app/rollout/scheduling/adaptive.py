@@ -62,13 +62,12 @@ class AdaptivePolicy(SchedulingPolicy):
             self._update_siblings(entry.prompt)
 
     def evictions(self, worker: WorkerState) -> list[Suspend]:
-        return [] if len(self._queue) else self._spread_evictions(worker)
-
-    def _spread_evictions(self, worker: WorkerState) -> list[Suspend]:
         """Suspends up to half of a worker's rows for idle workers to continue: steps with fewer rows are faster.
 
         Workers on the same device get no rows, because their segments would only take turns.
         """
+        if len(self._queue):
+            return []
         others = [
             other
             for other in self.context.workers.values()
