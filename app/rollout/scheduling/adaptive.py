@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from app.rollout.scheduling.priority_queue import PriorityQueue
 from app.rollout.scheduling.protocol import SampleRole, Suspend
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
@@ -28,7 +27,6 @@ class AdaptivePolicy(SchedulingPolicy):
 
     def __init__(self, context: SchedulingContext):
         super().__init__(context)
-        self._queue = PriorityQueue()
         self._waiting_by_prompt: dict[str, list[str]] = {}
         """Prompt -> uids of its waiting samples."""
         self._finished_at_submit: dict[str, int] = {}
@@ -51,7 +49,7 @@ class AdaptivePolicy(SchedulingPolicy):
         knows = lengths.has_estimate(entry.prompt) and not entry.num_tokens
         expected = lengths.estimate(entry) if knows else longest
         age = self._finished_at_submit[entry.uid] * longest / AGING_FINISHES
-        self._queue.put(entry.uid, age - expected, entry.number)
+        self.queues["any"].put(entry.uid, age - expected, entry.number)
 
     def _update_siblings(self, prompt: str) -> None:
         for uid in self._waiting_by_prompt.get(prompt, ()):
@@ -66,7 +64,7 @@ class AdaptivePolicy(SchedulingPolicy):
 
         Workers on the same device get no rows, because their segments would only take turns.
         """
-        if len(self._queue):
+        if len(self.queues["any"]):
             return []
         others = [
             other
@@ -84,24 +82,16 @@ class AdaptivePolicy(SchedulingPolicy):
         most = min(len(worker.rows) // 2, num_free)
         return [Suspend(worker.name, entry.uid, "spread") for entry in movable[:most]]
 
-    def _find(self, worker: WorkerState) -> str | None:
-        return self.context.first_fitting(self._queue, worker)
-
-    def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        uid = self._find(worker)
-        if uid is None:
-            return None
-        self._queue.remove(uid)
-        entry = self.context.samples[uid]
+    def start(self, entry: SampleEntry, queue: str, worker: WorkerState) -> SampleRole:
         role = self._role(entry)
-        self._waiting_by_prompt[entry.prompt].remove(uid)
+        self._waiting_by_prompt[entry.prompt].remove(entry.uid)
         if not self._waiting_by_prompt[entry.prompt]:
             del self._waiting_by_prompt[entry.prompt]
-        del self._finished_at_submit[uid]
+        del self._finished_at_submit[entry.uid]
         if role == "probe":
             self.context.lengths.start_probe(entry.prompt)
             self._update_siblings(entry.prompt)
-        return uid, role
+        return role
 
     def _role(self, entry: SampleEntry) -> SampleRole:
         if not self.context.lengths.has_estimate(entry.prompt):

@@ -6,9 +6,9 @@ Runs one probe sample of each prompt, ranks the prompts by the lengths of their 
 from __future__ import annotations
 
 import math
+from typing import ClassVar, cast
 
-from app.rollout.scheduling.priority_queue import PriorityQueue
-from app.rollout.scheduling.protocol import SampleRole, Suspend, WorkerKind
+from app.rollout.scheduling.protocol import SampleRole, Suspend
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
     Probes,
@@ -18,9 +18,6 @@ from app.rollout.scheduling.scheduling_policy import (
     WorkerState,
     running_rows,
 )
-
-SERVED_BY: dict[SampleRole, WorkerKind] = {"probe": "fast", "fast": "fast", "heavy": "heavy"}
-"""Queue -> kind of worker that serves it, in the order in which a worker checks the queues."""
 
 
 class PdsrV1Policy(SchedulingPolicy):
@@ -35,11 +32,11 @@ class PdsrV1Policy(SchedulingPolicy):
     """
 
     name = "pdsr_v1"
+    served_by: ClassVar = {"probe": "fast", "fast": "fast", "heavy": "heavy"}
 
     def __init__(self, context: SchedulingContext):
         super().__init__(context)
         self._probes = Probes(context)
-        self._queues: dict[SampleRole, PriorityQueue] = {role: PriorityQueue() for role in SERVED_BY}
         self._batch: dict[str, float | None] = {}
         """Prompt -> measured length of its probe; infinite if it exceeded the limit, None while it is running."""
 
@@ -52,9 +49,9 @@ class PdsrV1Policy(SchedulingPolicy):
             return
         if self._probes.is_probe(entry):
             self._batch[entry.prompt] = None
-            self._queues["probe"].put(entry.uid, 0, entry.number)
+            self.queues["probe"].put(entry.uid, 0, entry.number)
         else:
-            self._queues[self._probes.verdicts[entry.prompt]].put(entry.uid, 0, entry.number)
+            self.queues[self._probes.verdicts[entry.prompt]].put(entry.uid, 0, entry.number)
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:
         if not self._is_running_probe(entry):
@@ -78,7 +75,7 @@ class PdsrV1Policy(SchedulingPolicy):
         for rank, prompt in enumerate(ranked):
             verdict = "heavy" if rank < num_heavy or math.isinf(lengths[prompt]) else "fast"
             for uid in self._probes.set_verdict(prompt, verdict):
-                self._queues[verdict].put(uid, 0, self.context.samples[uid].number)
+                self.queues[verdict].put(uid, 0, self.context.samples[uid].number)
         self._batch = {}
 
     def may_release(self) -> bool:
@@ -112,7 +109,7 @@ class PdsrV1Policy(SchedulingPolicy):
     def requeue(self, entry: SampleEntry) -> None:
         if self._is_running_probe(entry) and self.context.outgrows(entry, "fast"):
             self._record_probe(entry, math.inf)
-        self._queues[self._queue_for_sample(entry)].put(entry.uid, -1, entry.number)
+        self.queues[self._queue_for_sample(entry)].put(entry.uid, -1, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> SampleRole:
         if self._is_running_probe(entry):
@@ -125,11 +122,6 @@ class PdsrV1Policy(SchedulingPolicy):
         self._probes.forget(prompt)
         self._batch.pop(prompt, None)
 
-    def _find(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        return self.context.first_servable(self._queues, SERVED_BY, worker)
-
-    def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        found = self._find(worker)
-        if found is not None:
-            self._queues[found[1]].remove(found[0])
-        return found
+    def start(self, entry: SampleEntry, queue: str, worker: WorkerState) -> SampleRole:
+        # The queues have the names of roles.
+        return cast("SampleRole", queue)

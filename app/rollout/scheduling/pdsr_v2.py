@@ -6,7 +6,9 @@ verdicts.
 
 from __future__ import annotations
 
-from app.rollout.scheduling.priority_queue import PriorityQueue
+from collections.abc import Mapping
+from typing import ClassVar
+
 from app.rollout.scheduling.protocol import SampleRole, Suspend, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
@@ -19,8 +21,6 @@ from app.rollout.scheduling.scheduling_policy import (
     running_rows,
 )
 
-SERVED_BY: dict[str, WorkerKind] = {"pinned": "heavy", "tripped": "heavy", "heavy": "heavy", "fast": "fast"}
-"""Queue -> kind of worker that serves it, in the order in which a worker checks the queues."""
 STOLEN = ("fast", "heavy", "tripped")
 """Queues from which other workers steal, in order."""
 
@@ -37,11 +37,16 @@ class PdsrV2Policy(SchedulingPolicy):
     """
 
     name = "pdsr_v2"
+    served_by: ClassVar[Mapping[str, WorkerKind]] = {
+        "pinned": "heavy",
+        "tripped": "heavy",
+        "heavy": "heavy",
+        "fast": "fast",
+    }
 
     def __init__(self, context: SchedulingContext):
         super().__init__(context)
         self._probes = Probes(context)
-        self._queues = {name: PriorityQueue() for name in SERVED_BY}
         self._neutral: dict[str, float] = {}
         """Prompt -> length of its probe, which finished before there was a threshold."""
         self._stolen: dict[str, RowLimit] = {}
@@ -50,7 +55,7 @@ class PdsrV2Policy(SchedulingPolicy):
     def add(self, entry: SampleEntry) -> None:
         if self._probes.admit_or_hold_back(entry):
             advance = self.context.probe_advance if self._probes.is_probe(entry) else 0
-            self._queues[self._queue_for_sample(entry)].put(entry.uid, entry.number - advance, entry.number)
+            self.queues[self._queue_for_sample(entry)].put(entry.uid, entry.number - advance, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> str:
         if entry.moves >= self.context.max_moves:
@@ -79,11 +84,11 @@ class PdsrV2Policy(SchedulingPolicy):
     def _apply_verdict(self, prompt: str, verdict: WorkerKind) -> None:
         """Sets the verdict of a prompt, and moves its waiting samples to the matching queue."""
         siblings = self._probes.set_verdict(prompt, verdict)
-        waiting = [uid for uid in self._queues["fast"] if self.context.samples[uid].prompt == prompt]
+        waiting = [uid for uid in self.queues["fast"] if self.context.samples[uid].prompt == prompt]
         for uid in siblings + (waiting if verdict == "heavy" else []):
-            self._queues["fast"].remove(uid)
+            self.queues["fast"].remove(uid)
             entry = self.context.samples[uid]
-            self._queues[self._queue_for_sample(entry)].put(uid, entry.number, entry.number)
+            self.queues[self._queue_for_sample(entry)].put(uid, entry.number, entry.number)
 
     def evictions(self, worker: WorkerState) -> list[Suspend]:
         if self.context.serves(worker, "heavy"):
@@ -103,7 +108,7 @@ class PdsrV2Policy(SchedulingPolicy):
         """
         stolen = [entry for entry in rows if entry.uid in self._stolen]
         ended = [entry for entry in stolen if self.context.is_over_limit(entry, self._stolen[entry.uid])]
-        num_leaving = len(self._queues["fast"]) + self.context.num_idle_slots("heavy")
+        num_leaving = len(self.queues["fast"]) + self.context.num_idle_slots("heavy")
         for entry in ended[num_leaving:]:
             self._stolen[entry.uid] = self._steal_limit(entry)
         return [Suspend(worker.name, entry.uid, "steal limit") for entry in ended[:num_leaving]]
@@ -126,7 +131,7 @@ class PdsrV2Policy(SchedulingPolicy):
         if self.context.outgrows(entry, "fast"):
             self._apply_verdict(entry.prompt, "heavy")
         rank = -self.context.probe_advance - 1
-        self._queues[self._queue_for_sample(entry)].put(entry.uid, rank, entry.number)
+        self.queues[self._queue_for_sample(entry)].put(entry.uid, rank, entry.number)
 
     def may_release(self) -> bool:
         return bool(self._probes.held_back)
@@ -135,30 +140,24 @@ class PdsrV2Policy(SchedulingPolicy):
         self._probes.forget(prompt)
         self._neutral.pop(prompt, None)
 
-    def _find(self, worker: WorkerState) -> tuple[str, str] | None:
+    def find(self, worker: WorkerState) -> tuple[str, str] | None:
         """Returns the uid of a sample and its queue; steals one only if the queues that the worker serves have none.
 
         A sample is stolen only if no worker of its own kind has a slot for it. Samples that tripped the breaker come
         last, because they would probably trip it again.
         """
-        own = self.context.first_servable(self._queues, SERVED_BY, worker)
+        own = super().find(worker)
         if own is not None:
             return own
         for source in STOLEN:
-            uid = self.context.first_fitting(self._queues[source], worker)
-            if uid is not None and not self.context.has_idle_slot(SERVED_BY[source], uid):
+            uid = self.context.first_fitting(self.queues[source], worker)
+            if uid is not None and not self.context.has_idle_slot(self.served_by[source], uid):
                 return uid, source
         return None
 
-    def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        found = self._find(worker)
-        if found is None:
-            return None
-        uid, source = found
-        self._queues[source].remove(uid)
-        entry = self.context.samples[uid]
-        if source != "fast":
-            if not self.context.serves(worker, "heavy"):
-                self._stolen[uid] = self._steal_limit(entry)
-            return uid, "heavy"
-        return uid, "probe" if self._probes.is_probe(entry) else "fast"
+    def start(self, entry: SampleEntry, queue: str, worker: WorkerState) -> SampleRole:
+        if queue == "fast":
+            return "probe" if self._probes.is_probe(entry) else "fast"
+        if not self.context.serves(worker, "heavy"):
+            self._stolen[entry.uid] = self._steal_limit(entry)
+        return "heavy"

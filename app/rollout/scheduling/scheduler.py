@@ -249,7 +249,7 @@ class Scheduler:
         # Samples held back for a verdict count as waiting: for the end of a probe, then for a slot of any worker. With
         # turns, segments also end early: a turn is sent to the environment only when it is committed, and an answered
         # row returns only between segments.
-        awaited = self.has_turns or self.policy.has_sample_for(worker) or self.policy.may_release()
+        awaited = self.has_turns or self.policy.find(worker) is not None or self.policy.may_release()
         limits = segment_limits(
             self.segment,
             num_active=len(rows),

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 from app.rollout.scheduling.length_estimator import LengthEstimator
 from app.rollout.scheduling.priority_queue import PriorityQueue
@@ -38,8 +38,6 @@ PROBE_SECONDS_SHARE = 0.5
 """Limit of probes in seconds, as a fraction of `rollout.pdsr.fast_limit_s`."""
 STEAL_LIMIT_SHARE = 0.25
 """Fraction of the fast limit after which a stolen sample should go back to a heavy worker."""
-
-QueueName = TypeVar("QueueName", bound=str)
 
 
 @dataclass(slots=True)
@@ -197,21 +195,6 @@ class SchedulingContext:
         """Returns the first sample of a queue that fits a worker, without removing it."""
         return next((uid for uid in queue if worker.fits(self.samples[uid])), None)
 
-    def first_servable(
-        self, queues: Mapping[QueueName, PriorityQueue], served_by: Mapping[QueueName, WorkerKind], worker: WorkerState
-    ) -> tuple[str, QueueName] | None:
-        """Returns the first fitting sample and its queue, among the queues that a worker serves.
-
-        Args:
-            served_by: queue -> kind of worker that serves it, in the order in which a worker checks the queues.
-        """
-        for name, kind in served_by.items():
-            if self.serves(worker, kind):
-                uid = self.first_fitting(queues[name], worker)
-                if uid is not None:
-                    return uid, name
-        return None
-
 
 class SchedulingPolicy(ABC):
     """Base class of scheduling policies. A policy queues the waiting samples, and must be deterministic."""
@@ -219,9 +202,12 @@ class SchedulingPolicy(ABC):
     name: ClassVar[str]
     refills: ClassVar[bool] = True
     """Whether segments end early to admit waiting samples or to use smaller programs."""
+    served_by: ClassVar[Mapping[str, WorkerKind | None]] = {"any": None}
+    """Queue -> kind of worker that serves it (None = any), in the order in which a worker checks the queues."""
 
     def __init__(self, context: SchedulingContext):
         self.context = context
+        self.queues = {name: PriorityQueue() for name in self.served_by}
 
     @abstractmethod
     def add(self, entry: SampleEntry) -> None:
@@ -231,17 +217,27 @@ class SchedulingPolicy(ABC):
         """Queues a sample that has left its worker unfinished."""
         self.add(entry)
 
-    @abstractmethod
-    def _find(self, worker: WorkerState) -> object | None:
-        """Returns the sample that `next_sample` would return, with its queue; None if there is none."""
+    def find(self, worker: WorkerState) -> tuple[str, str] | None:
+        """Returns the uid and the queue of the next sample for a worker, without removing it; None if it gets none."""
+        for queue, kind in self.served_by.items():
+            if kind is None or self.context.serves(worker, kind):
+                uid = self.context.first_fitting(self.queues[queue], worker)
+                if uid is not None:
+                    return uid, queue
+        return None
 
-    def has_sample_for(self, worker: WorkerState) -> bool:
-        """Returns whether `next_sample` would give the worker a sample."""
-        return self._find(worker) is not None
-
-    @abstractmethod
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        """Removes and returns the next sample for a worker with a free slot; None if it gets none."""
+        """Removes the next sample for a worker with a free slot, and returns it with its role; None if it gets none."""
+        found = self.find(worker)
+        if found is None:
+            return None
+        uid, queue = found
+        self.queues[queue].remove(uid)
+        return uid, self.start(self.context.samples[uid], queue, worker)
+
+    @abstractmethod
+    def start(self, entry: SampleEntry, queue: str, worker: WorkerState) -> SampleRole:
+        """Records that a sample taken from a queue starts on a worker, and returns its role."""
 
     @property
     def percentile(self) -> float:

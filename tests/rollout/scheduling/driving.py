@@ -45,7 +45,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert sorted(worker.acting) == sorted(one.uid for one in acting if one.held_by == name), f"{name}: acting"
         assert worker.num_free_slots >= 0, f"{name}: too many rows for {worker.slots} slots"
         assert worker.is_busy == bool(worker.rows), f"{name} is idle with rows, or busy without"
-        takes_sample = worker.answered or (worker.has_free_slot and scheduler.policy.has_sample_for(worker))
+        takes_sample = worker.answered or (worker.has_free_slot and scheduler.policy.find(worker))
         assert worker.is_busy or not takes_sample, f"{name} is idle while samples wait"
         for entry in map(table.__getitem__, worker.answered):
             assert entry.state in WAITING and entry.held_by == name and worker.fits(entry), f"{entry.uid}: not back"
