@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature
 from typing import Annotated, Any, cast
 
@@ -20,6 +19,7 @@ from typer.models import ArgumentInfo
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
 from app.commands.addresses import local_inputs
 from app.commands.command_support import handle_errors, write
+from app.records.versions import version_of
 from settings.loading.config_file import is_config
 from settings.loading.fields import FIELDS, suggest_fields
 
@@ -123,12 +123,8 @@ for command, example in COMMANDS.items():
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        try:
-            installed = version("grpo-jax")
-        except PackageNotFoundError:
-            installed = "(not installed)"
         with handle_errors(debug=False):
-            write(f"grpo {installed}", sys.stdout)
+            write(f"grpo {version_of('grpo-jax')}", sys.stdout)
         raise typer.Exit
 
 
