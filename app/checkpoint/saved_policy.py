@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,11 @@ from app.distributed.collectives import any_host
 from app.mesh.placement import abstract_arrays
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
+from app.records.identity import CHECKPOINT, MODEL, PROMPTS, TOKENIZER, prompts_digest
 from app.records.run_directory import RunDirectory
+from app.records.sample import Prompt
 from app.records.versions import NOT_INSTALLED, QUANTIZATION_PACKAGE
-from app.runtime.environments import prepare_turns
+from app.runtime.environments import environment_facts, prepare_turns
 from app.runtime.model_spec import (
     LORA_FINGERPRINT,
     QUANTIZER_FINGERPRINT,
@@ -205,6 +207,19 @@ class PolicySource(NamedTuple):
     model: ModelSpec
     saved_policy: PolicyCheckpoint | None
     """The checkpoint with the trained weights; None = use the weights of `model.path`."""
+
+    def identity(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Returns named values of policy, prompts and environment, which determine the samples besides the sampling."""
+        settings, model, saved = self
+        return {
+            MODEL: model.files.fingerprint,
+            TOKENIZER: model.tokenizer.fingerprint,
+            CHECKPOINT: "none" if saved is None else saved.describe(),
+            PROMPTS: prompts_digest(prompts),
+            "model.eos_tokens": [*settings.model.eos_tokens],
+            "model.dtype": settings.model.dtype,
+            **environment_facts(settings.env),
+        }
 
     def load_decode_weights(self, session: Session) -> DecodeWeights:
         """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call it together."""

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.evaluation.metadata import (
-    CHECKPOINT,
-    JUDGE,
-    MODEL,
-    PROMPTS,
-    TOKENIZER,
-    EvaluationMetadata,
-    metadata_path,
-    read_metadata,
-)
+from app.evaluation.metadata import JUDGE, EvaluationMetadata, metadata_path, read_metadata
 from app.evaluation.printed_summary import format_estimate, is_shown
 from app.evaluation.prompt_metrics import (
     ACCURACY,
@@ -33,7 +24,7 @@ from app.evaluation.prompt_metrics import (
     prompt_columns,
 )
 from app.records.atomic_write import write_atomic
-from app.records.identity import different_names
+from app.records.identity import CHECKPOINT, MODEL, PROMPTS, TOKENIZER, different_names
 from app.records.jsonl import check_distinct_paths
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample

@@ -10,9 +10,7 @@ from app.records.atomic_write import write_atomic
 from app.records.identity import Identity
 from settings.errors import InputError, join_words
 
-JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
-TOKENIZER = "the tokenizer"
-JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
+JUDGE, JUDGE_FILE, JUDGE_FUNCTION = "the judge", "the judge's file", "the judge's function"
 """Names of facts about a plug-in judge. Its file is compared by content; modules that it imports are not compared."""
 JUDGE_SETTINGS = ("reward.batch_size", "plugins.env_vars")
 """Settings that determine the input of a judge that runs in another process."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from app.checkpoint.saved_policy import PolicyCheckpoint, PolicySource, read_policy_source
+from app.checkpoint.saved_policy import PolicySource, read_policy_source
 from app.distributed.collective_files import (
     gather_lines_to_process_0,
     host_slice,
@@ -22,33 +22,27 @@ from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
 from app.evaluation.metadata import (
-    CHECKPOINT,
     JUDGE,
     JUDGE_FILE,
     JUDGE_FUNCTION,
     JUDGE_SETTINGS,
-    MODEL,
-    PROMPTS,
-    TOKENIZER,
     EvaluationMetadata,
     write_metadata,
 )
 from app.evaluation.printed_summary import EvaluationSummary
-from app.records.identity import plugin_file_digests, prompts_digest
+from app.records.identity import plugin_file_digests
 from app.records.jsonl import check_output_path
 from app.records.sample import Prompt, Sample
 from app.reward.builtin_tasks import is_task_reward
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import accuracy_function_name
-from app.runtime.environments import environment_facts
 from app.runtime.health_checks import check_rewards
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import eval_columns, make_rewards, read_eval_prompts
-from app.runtime.model_spec import ModelSpec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.tracking.console import RolloutProgress
-from settings import Resolved, Settings
+from settings import Resolved
 from settings.loading.fields import value_of
 
 
@@ -65,9 +59,9 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
         if out is not None and is_process_0():
             check_output_path(out)
         source = read_policy_source(resolved.settings, checkpoint)
-        settings, model, saved = source
-        prompts, encoding = read_eval_prompts(settings, model.tokenizer)
-        metadata = _build_metadata(settings, model, saved, prompts)
+        settings = source.settings
+        prompts, encoding = read_eval_prompts(settings, source.model.tokenizer)
+        metadata = _build_metadata(source, prompts)
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(settings, out=out or Path("evaluation")))
         # If only some hosts wrote, they and the others would wait for each other.
@@ -121,20 +115,16 @@ def _generate(source: PolicySource, prompts: Sequence[Prompt], enter_phase: Phas
             return [*iterate_in_phase(samples, "evaluate", enter_phase)]
 
 
-def _build_metadata(
-    settings: Settings, model: ModelSpec, saved_policy: PolicyCheckpoint | None, prompts: Sequence[Prompt]
-) -> EvaluationMetadata:
-    data, evaluation, env = settings.data, settings.eval, settings.env
+def _build_metadata(source: PolicySource, prompts: Sequence[Prompt]) -> EvaluationMetadata:
+    settings, saved = source.settings, source.saved_policy
+    data, evaluation = settings.data, settings.eval
     judge = next(iter(settings.reward.functions), None)
-    path = env.source if judge is None else judge.function
+    path = settings.env.source if judge is None else judge.function
     # A plug-in in a file is identified by its name and the file's content, one in a module by its full name.
     module, _, function = (path or "").rpartition(":")
     judge_settings = () if judge is None or is_task_reward(judge.name) else JUDGE_SETTINGS
     facts = {
-        MODEL: model.files.fingerprint,
-        TOKENIZER: model.tokenizer.fingerprint,
-        CHECKPOINT: "none" if saved_policy is None else saved_policy.describe(),
-        PROMPTS: prompts_digest(prompts),
+        **source.identity(prompts),
         JUDGE: accuracy_function_name(settings.reward),
         JUDGE_FUNCTION: function if module.endswith(".py") else path,
         JUDGE_FILE: next(iter(plugin_file_digests("reward.functions", [path]).values()), None),
@@ -144,12 +134,9 @@ def _build_metadata(
         # Greedy decoding does not depend on the seed.
         **({"run.seed": settings.run.seed} if evaluation.temperature else {}),
         "rollout.max_new_tokens": settings.rollout.max_new_tokens,
-        **({"model.eos_tokens": list(settings.model.eos_tokens)} if settings.model.eos_tokens else {}),
         **({"rollout.stop": list(settings.rollout.stop)} if settings.rollout.stop else {}),
-        "model.dtype": settings.model.dtype,
         **settings.rollout.rounding,
-        **environment_facts(env),
     }
-    source = data.eval_source or data.sources[0].source
-    dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
-    return EvaluationMetadata(settings.model.path, None if saved_policy is None else saved_policy.step, dataset, facts)
+    name = data.eval_source or data.sources[0].source
+    dataset = f"{name} ({data.eval_split})" if name.startswith(("builtin:", "hf:")) else name
+    return EvaluationMetadata(settings.model.path, None if saved is None else saved.step, dataset, facts)

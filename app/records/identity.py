@@ -13,6 +13,8 @@ from app.records.sample import Prompt
 Identity = Mapping[str, Any]
 """Maps names to JSON values. Computations with equal identities have equal results; a missing name counts as None."""
 
+MODEL, TOKENIZER, CHECKPOINT, PROMPTS = "the model's files", "the tokenizer", "the checkpoint", "the prompts"
+"""Names of values in the identity of a policy's samples."""
 MAX_SHOWN_CHARS = 60
 """Maximum number of characters of a value in a message."""
 

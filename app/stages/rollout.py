@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from app.checkpoint.saved_policy import PolicyCheckpoint, read_policy_source
+from app.checkpoint.saved_policy import PolicySource, read_policy_source
 from app.distributed.collective_files import host_slice, per_host_path, sample_json_lines, write_collectively
 from app.distributed.collectives import error_barrier, gather_bytes_to_process_0, is_process_0, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
@@ -24,7 +24,7 @@ from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
 from app.prompts.encode import EncodeReport, encode_prompts
 from app.records.atomic_write import remove_partial_files, write_atomic
-from app.records.identity import Identity, prompts_digest
+from app.records.identity import Identity
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, PartialSamples, part_path, remove_parts
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
@@ -32,7 +32,6 @@ from app.records.text_format import format_count
 from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
-from app.runtime.environments import environment_facts
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import warn_of_misread_prompts
 from app.runtime.model_spec import ModelSpec
@@ -88,7 +87,7 @@ def rollout(
         questions, report = _read_prompts(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(settings, out=out))
-        identity = rollout_identity(settings, model, questions, saved)
+        identity = rollout_identity(source, questions)
         check_hosts_agree(resolved, identity)
         shard = PromptShard.from_prompts(questions, settings)
         with error_barrier():
@@ -327,10 +326,9 @@ class PromptShard:
         assert next(lines, None) is None
 
 
-def rollout_identity(
-    settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
-) -> Identity:
+def rollout_identity(source: PolicySource, prompts: Sequence[Prompt]) -> Identity:
     """Returns named values of everything that determines the samples. The devices must be started."""
+    settings = source.settings
     exact = settings.rollout.mode == "exact"
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)
     kept = [name for name in FIELDS if name.startswith("rollout.") and not name.startswith(free)]
@@ -341,15 +339,9 @@ def rollout_identity(
         "whether workers are Ray actors": settings.rollout.uses_ray,
     }
     return {
-        "the model's files": model.files.fingerprint,
-        "the tokenizer": model.tokenizer.fingerprint,
-        "model.eos_tokens": [*settings.model.eos_tokens],
-        **({} if saved_policy is None else {"the checkpoint": saved_policy.describe()}),
-        "the prompts": prompts_digest(prompts),
+        **source.identity(prompts),
         "run.seed": settings.run.seed,
-        "model.dtype": settings.model.dtype,
         "data.max_prompt_length": settings.data.max_prompt_length,
         **{name: to_jsonable_python(value_of(settings, name)) for name in kept},
-        **environment_facts(settings.env),
         **(placed if exact else {}),
     }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.evaluation.evaluator import evaluation_metrics
-from app.evaluation.metadata import CHECKPOINT, JUDGE, JUDGE_FILE, PROMPTS, EvaluationMetadata, write_metadata
+from app.evaluation.metadata import JUDGE, JUDGE_FILE, EvaluationMetadata, write_metadata
 from app.evaluation.prompt_metrics import (
     DIFFICULTY,
     NON_BINARY_COUNT,
@@ -22,6 +22,7 @@ from app.evaluation.prompt_metrics import (
     pass_at_k_sizes,
     prompt_columns,
 )
+from app.records.identity import CHECKPOINT, PROMPTS
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.shared_rows import share_rows

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.checkpoint.saved_policy import PolicyCheckpoint, read_policy_source
+from app.checkpoint.saved_policy import PolicySource, read_policy_source
 from app.prompts.data_sources import load_training_data
 from app.prompts.encode import encode_prompts
 from app.records.identity import Identity
@@ -16,10 +16,10 @@ from app.records.jsonl import write_jsonl
 from app.records.partial_samples import PartFile, PartialSamples
 from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.schedule_metrics import Span
-from app.runtime.model_spec import ModelSpec, read_model_spec
+from app.runtime.model_spec import read_model_spec
 from app.stages.rollout import few_slots, rollout_identity
 from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, write_timeline
-from settings import Settings, load
+from settings import load
 from settings.errors import InputError
 from tests.program import NUM_DEVICES, digest_of, here, of_tiny, records_of, settings, succeeded
 from tests.tiny import make_sample
@@ -117,18 +117,19 @@ def content(out: Path) -> list[dict[str, Any]]:
 
 def facts_of(model: Path, *overrides: str) -> Identity:
     chosen = load(None, [f"model.path={model}", "rollout.scheduler=adaptive", *overrides], {}).settings
-    return rollout_identity(chosen, read_model_spec(chosen), [])
+    return rollout_identity(PolicySource(chosen, read_model_spec(chosen), None), [])
 
 
-def header_of(chosen: Settings, model: ModelSpec, *saved: PolicyCheckpoint | None, limit: int = 6) -> str:
+def header_of(source: PolicySource, *, limit: int = 6) -> str:
+    chosen = source.settings
     rows = load_training_data(chosen.data, seed=chosen.run.seed).rows[:limit]
-    prompts, _ = encode_prompts(rows, model.tokenizer, chosen.data)
-    return PartialSamples(Path(), rollout_identity(chosen, model, prompts, *saved)).header
+    prompts, _ = encode_prompts(rows, source.model.tokenizer, chosen.data)
+    return PartialSamples(Path(), rollout_identity(source, prompts)).header
 
 
 def header_under(overrides: list[str]) -> str:
     chosen = load(None, [one for one in overrides if one != "--set"], {}).settings
-    return header_of(chosen, read_model_spec(chosen).without_adapters)
+    return header_of(PolicySource(chosen, read_model_spec(chosen).without_adapters, None))
 
 
 def test_a_killed_rollout_of_workers_continues_with_the_same_samples(tiny_model, tmp_path, monkeypatch):
@@ -232,7 +233,7 @@ def test_a_part_file_of_another_checkpoint_is_refused(finished: Path, tmp_path: 
     earlier, later = finished / "checkpoints" / "2", finished / "checkpoints" / "4"
     source = read_policy_source(load(str(finished / "settings.yaml"), [], {}).settings, earlier)
     part = tmp_path / "samples.jsonl.part"
-    part.write_text(header_of(source.settings, source.model, source.saved_policy, limit=4) + "\n")
+    part.write_text(header_of(source, limit=4) + "\n")
     result = here("rollout", "--checkpoint", later, "--limit", "4", "--out", tmp_path / "samples.jsonl")
     assert result.exit_code == 2 and "the checkpoint was 'step 2, " in result.stderr
     assert list(tmp_path.iterdir()) == [part]
