@@ -41,7 +41,7 @@ def test_settings_of_local_paths_reject_bucket_addresses(
     assert refusal(tmp_path, "train", *arguments).startswith(f"error: {named}: {NO_ADDRESS}")
 
 
-@pytest.mark.parametrize("place", ["ftq://a/b", "s3://", "gs:///folder"])
+@pytest.mark.parametrize("place", ["ftq://a/b", "s3://", "gs:///a", "s3://a//b", "gs://a/../b"])
 def test_run_dir_must_be_a_folder_or_an_address_in_a_bucket(place: str, in_folder: None, tmp_path: Path) -> None:
     expected = "error: run.dir: expected a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER, got "
     assert refusal(tmp_path, "train", *settings(f"run.dir={place}")).startswith(expected)

@@ -17,7 +17,9 @@ def _validate_run_name(value: str) -> str:
 
 
 def _validate_run_dir(value: str) -> str:
-    if "://" in value and not re.fullmatch(r"(gs|gcs|s3)://[^/]+(/.*)?", value):
+    scheme, separator, place = value.partition("://")
+    parts = place.rstrip("/").split("/")
+    if separator and not (scheme in ("gs", "gcs", "s3") and {"", ".", ".."}.isdisjoint(parts)):
         raise ValueError("expected a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER")
     return value
 
