@@ -6,8 +6,10 @@ have the sizes that it lists.
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
+import mimetypes
 import os
 import re
 import shutil
@@ -40,6 +42,8 @@ BATCH_BYTES = 256 << 20
 """Approximate bytes per download request; smaller batches have shorter time limits, so stalls are found earlier."""
 MULTIPART_BYTES = 5 << 20
 """gcsfs sends a smaller file as a part of a multipart body (RFC 2046), a larger one in resumable chunks."""
+OBJECT_BYTES = 1 << 18
+"""Bytes that could be downloaded in the time of an object's requests; a batch of small objects takes this for each."""
 MAX_FETCHES = 5
 """Maximum number of attempts to fetch a run that deletes checkpoints meanwhile."""
 SLOW_S = 5.0
@@ -74,6 +78,7 @@ class Bucket:
     def __init__(self, address: str, *, option: str = "run.dir"):
         self.address, self.option = address.rstrip("/"), option
         scheme = address.partition("://")[0]
+        self._type_option = "ContentType" if scheme == "s3" else "content_type"
         try:
             self._files, self._root = fsspec.url_to_fs(self.address, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
@@ -131,7 +136,7 @@ class Bucket:
             kind = type(error).__name__
             text = f"{self.option}: {self.address} cannot be {what} ({' '.join(f'{kind}: {error}'.split())})"
             # By name, because each library has its own classes.
-            if re.search("connect|timeout|ClientOSError|ClientPayloadError", kind, re.IGNORECASE):
+            if re.search("connect|timeout|transport|ClientOSError|ClientPayloadError", kind, re.IGNORECASE):
                 raise BucketUnreachableError(f"{text}; start again once the network works") from error
             raise InputError(
                 f"{text}; check that the bucket exists and that this machine's account has access"
@@ -151,26 +156,34 @@ class Bucket:
     def run_names(self, pattern: str) -> list[str]:
         """Returns the names of the runs in this folder that match the glob pattern."""
         with self.explain_failure("read"):
-            return [path.split("/")[-2] for path in self._call("glob", f"{self._root}/{pattern}/sessions.jsonl")]
+            found = self._call("glob", f"{glob.escape(self._root)}/{pattern}/sessions.jsonl")
+        return [path.split("/")[-2] for path in found]
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Maps each object in `folder`, as a path relative to this bucket folder, to its size in bytes."""
         found = self._call("find", f"{self._root}/{folder}".rstrip("/"), detail=True)
-        return {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
+        sizes = {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
+        # Not the objects `folder/` with which web consoles make folders; and `..` would lead out of the run directory.
+        return {name: size for name, size in sizes.items() if {"", ".", ".."}.isdisjoint(name.split("/"))}
 
     def read(self, name: str) -> bytes:
         return self._call("cat_file", f"{self._root}/{name}")
 
     def write(self, name: str, content: bytes, *, is_new: bool = False) -> None:
         """Writes an object; with `is_new`, raises FileExistsError instead of replacing an existing one."""
-        mode = "create" if is_new else "overwrite"
-        options = {"chunksize": len(content)} if _would_be_cut(content) else {}
-        self._call("pipe_file", f"{self._root}/{name}", content, mode=mode, num_bytes=len(content), **options)
+        options: dict[str, Any] = {"mode": "create" if is_new else "overwrite"}
+        # A browser shows a report only if its type is known.
+        options[self._type_option] = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        if _would_be_cut(content):
+            options["chunksize"] = len(content)
+        self._call("pipe_file", f"{self._root}/{name}", content, num_bytes=len(content), **options)
 
     def upload(self, source: Path, name: str) -> None:
+        """Uploads a file. If it grows meanwhile, its first bytes arrive."""
         num_bytes = source.stat().st_size
-        if num_bytes < MULTIPART_BYTES and _would_be_cut(content := source.read_bytes()):
-            self.write(name, content)
+        # gcsfs fails if a large file grows while it reads it. Those of checkpoints never do, and may exceed the memory.
+        if num_bytes < MULTIPART_BYTES or not name.startswith("checkpoints/"):
+            self.write(name, source.read_bytes())
         else:
             self._call("put_file", str(source), f"{self._root}/{name}", num_bytes=num_bytes)
 
@@ -180,19 +193,22 @@ class Bucket:
         Raises:
             ObjectGoneError: an object has been deleted.
         """
-        ends = dict(zip(sizes, accumulate(sizes.values()), strict=True))
-        for _, batch in groupby(sizes, key=lambda name: ends[name] // BATCH_BYTES):
+        costs = {name: size + OBJECT_BYTES for name, size in sizes.items()}
+        ends = dict(zip(costs, accumulate(costs.values()), strict=True))
+        for _, batch in groupby(costs, key=lambda name: ends[name] // BATCH_BYTES):
             names = list(batch)
             sources, targets = [f"{self._root}/{name}" for name in names], [str(folder / name) for name in names]
             try:
-                self._call("get", sources, targets, num_bytes=sum(sizes[name] for name in names))
+                self._call("get", sources, targets, num_bytes=sum(costs[name] for name in names))
             except FileNotFoundError as error:
                 raise ObjectGoneError(str(error)) from error
 
     def delete(self, *names: str) -> None:
-        # If an answer is lost, the libraries ask again, and find nothing.
-        with suppress(FileNotFoundError):
-            self._call("rm", [f"{self._root}/{name}" for name in names])
+        # Not by `rm`, for which a name with brackets is a pattern, and which hides errors in the case of s3fs.
+        for name in names:
+            # If an answer is lost, the libraries ask again, and find nothing.
+            with suppress(FileNotFoundError):
+                self._call("rm_file", f"{self._root}/{name}")
 
 
 def _would_be_cut(content: bytes) -> bool:

@@ -290,6 +290,11 @@ class RunMirror:
                 for path in paths
                 if path.parent.name != "progress"
             }
+            stored = self._bucket.sizes(f"checkpoints/{step}")
+            if missing := [name for name, size in sizes.items() if stored.get(name) != size]:
+                for name in missing:
+                    self._sent.pop(name, None)
+                raise OSError(f"{', '.join(missing)}: not stored whole")
             self._bucket.write(marker, json.dumps(sizes).encode())
             self._steps.add(step)
         shutil.rmtree(copied, ignore_errors=True)

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from unittest import mock
@@ -49,15 +50,17 @@ def bucket_server(scheme: str) -> Iterator[str]:
 
 
 @contextmanager
-def reader_of(url: str) -> Iterator[None]:
-    """Makes the libraries use an account that may read the buckets of an S3 server, but not write to them."""
+def reader_of(url: str, *more: str) -> Iterator[None]:
+    """Makes the libraries use an account that may read the buckets of an S3 server and take the actions `more`."""
     from boto3 import client
 
-    iam, allowed = client("iam"), {"Effect": "Allow", "Action": ["s3:ListBucket", "s3:GetObject"], "Resource": "*"}
-    iam.create_user(UserName="reader")
+    actions = ["s3:ListBucket", "s3:GetObject", *more]
+    iam, allowed = client("iam"), {"Effect": "Allow", "Action": actions, "Resource": "*"}
+    name = uuid.uuid4().hex  # All servers of a process have the same accounts.
+    iam.create_user(UserName=name)
     policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
-    iam.put_user_policy(UserName="reader", PolicyName="read", PolicyDocument=policy)
-    key = iam.create_access_key(UserName="reader")["AccessKey"]
+    iam.put_user_policy(UserName=name, PolicyName="read", PolicyDocument=policy)
+    key = iam.create_access_key(UserName=name)["AccessKey"]
     names = {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
     # From now on, moto checks what an account may do.
     before = _count_unchecked(url, "0")

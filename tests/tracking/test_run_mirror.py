@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,22 @@ from unittest import mock
 
 import pytest
 from fsspec.config import conf as fsspec_options
+from google.auth.exceptions import TransportError
 
 from app.commands.addresses import name_run
 from app.records.run_directory import FETCHED, Resume, RunDirectory, check_run_directory
 from app.tracking import bucket as bucket_module
 from app.tracking import run_mirror
-from app.tracking.bucket import BEST, LEASE, MULTIPART_BYTES, Bucket, complete_steps, fetch_run, replace_checkpoint
+from app.tracking.bucket import (
+    BEST,
+    LEASE,
+    MULTIPART_BYTES,
+    Bucket,
+    BucketUnreachableError,
+    complete_steps,
+    fetch_run,
+    replace_checkpoint,
+)
 from app.tracking.run_mirror import LeaseLostError, RunMirror
 from settings import load
 from settings.errors import InputError
@@ -125,6 +136,105 @@ def test_every_byte_of_a_file_arrives_in_the_bucket(run: RunDirectory, address: 
     for name, content in contents.items():
         bucket.write("written", content)
         assert bucket.read("written") == bucket.read(f"checkpoints/1/state/{name}") == content, name
+
+
+def test_files_with_unusual_names_are_copied_fetched_and_deleted(run, address, tmp_path) -> None:
+    names = (
+        "a b",
+        "#",
+        "x#1",
+        "%41",
+        "a%2Fb",
+        "+",
+        "&=",
+        "é",
+        "漢",
+        "🎉",
+        ".hidden",
+        "[a]",
+        "*",
+        "?",
+        "'\"",
+        "\\",
+        ":",
+        "~",
+    )
+    for name in names:
+        (run.checkpoints_dir / "1" / "state" / name).write_bytes(os.urandom(random.randrange(3)))
+    place, elsewhere = f"{address}/my runs [1] #2 %20+é", RunDirectory(tmp_path / "elsewhere")
+    with RunMirror(run, bucket := Bucket(f"{place}/run")) as mirror:
+        mirror.start()
+    fetch_run(bucket, elsewhere)
+    assert checkpoints_of(elsewhere) == checkpoints_of(run) and len(checkpoints_of(run)) == len(PARTS + names)
+    assert Bucket(place).run_names("r*") == ["run"]
+    save(run, 2)
+    shutil.rmtree(run.checkpoints_dir / "1")
+    with RunMirror(run, bucket) as mirror:
+        mirror.start()
+    kept = {f"checkpoints/2/{part}" for part in PARTS} | {"checkpoints/2.complete"}
+    assert bucket.sizes().keys() == {*kept, "metrics.jsonl", "sessions.jsonl"}
+
+
+def test_a_fetch_ignores_objects_that_are_not_files_of_a_run(run, address, tmp_path) -> None:
+    with RunMirror(run, bucket := Bucket(address)) as mirror:
+        mirror.start()
+    # With such objects, web consoles make folders.
+    for name in ("", "eval/", "checkpoints/", "checkpoints/1/"):
+        bucket.write(name, b"")
+    if address.startswith("s3"):  # The server of gs refuses them.
+        for name in ("eval/../../outside", "checkpoints/1/../../../outside"):
+            bucket.write(name, b"x")
+    fetch_run(bucket, elsewhere := RunDirectory(tmp_path / "elsewhere"))
+    assert checkpoints_of(elsewhere) == checkpoints_of(run) and not [*tmp_path.rglob("outside")]
+
+
+# aiohttp warns of gcsfs's large requests.
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_a_large_file_may_grow_while_it_is_copied(run, address, caplog) -> None:
+    run.metrics_path.write_bytes(bytes(MULTIPART_BYTES))
+    has_ended = threading.Event()
+
+    def grow() -> None:
+        while not has_ended.wait(0.0005):
+            with run.metrics_path.open("ab") as file:
+                file.write(b"{}\n")
+
+    thread = threading.Thread(target=grow)
+    with RunMirror(run, bucket := Bucket(address)) as mirror:
+        thread.start()
+        try:
+            mirror.start()
+            wait_for(lambda: "checkpoints/1.complete" in bucket.sizes())
+        finally:
+            has_ended.set()
+            thread.join()
+    assert bucket.read("metrics.jsonl") == run.metrics_path.read_bytes()
+    assert "cannot be written" not in caplog.text
+
+
+def test_the_time_to_download_many_small_objects_is_not_limited_by_their_sizes(address, tmp_path, monkeypatch) -> None:
+    bucket = Bucket(address)
+    for name in range(20):
+        bucket.write(str(name), b"")
+    sizes = bucket.sizes()
+    monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.01)
+    bucket.download(sizes, tmp_path / "fetched")
+    assert len([*(tmp_path / "fetched").iterdir()]) == 20
+
+
+def test_a_file_that_was_not_stored_whole_is_sent_again(run, address, monkeypatch, caplog) -> None:
+    bucket, upload, name = Bucket(address), Bucket.upload, f"checkpoints/1/{PARTS[2]}"
+
+    def upload_in_part(self: Bucket, source: Path, target: str) -> None:
+        upload(self, source, target)
+        if target == name and "not stored whole" not in caplog.text:
+            self.write(name, b"cut")
+
+    monkeypatch.setattr(Bucket, "upload", upload_in_part)
+    with RunMirror(run, bucket) as mirror:
+        mirror.start()
+    assert f"cannot be written (OSError: {name}: not stored whole); " in caplog.text
+    assert complete_steps(bucket, bucket.sizes()).keys() == {1}
 
 
 def test_a_run_that_does_not_fit_on_the_disk_is_not_fetched(run, address, tmp_path, monkeypatch) -> None:
@@ -402,6 +512,21 @@ def test_a_bucket_without_write_permission_gives_one_error(in_folder: None, tmp_
     )
     assert result.exit_code == 2 and result.stderr.startswith(message), result.stderr
     assert result.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
+
+
+def test_a_bucket_in_which_nothing_may_be_deleted_gives_an_error(run: RunDirectory) -> None:
+    message = re.escape("s3://bucket/x cannot be read, written and cleared (PermissionError: Access Denied)")
+    with (
+        bucket_server("s3") as url,
+        reader_of(url, "s3:PutObject"),
+        pytest.raises(InputError, match=message),
+    ):
+        Bucket("s3://bucket/x").check("auto", run)
+
+
+def test_an_unreachable_server_of_accounts_is_an_error_of_the_network(address: str) -> None:
+    with pytest.raises(BucketUnreachableError), Bucket(address).explain_failure("read"):
+        raise TransportError
 
 
 @pytest.mark.parametrize(("package", "place", "extra"), [("s3fs", "s3://a", "s3"), ("gcsfs", "gs://a", "gcs")])
