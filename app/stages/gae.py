@@ -27,13 +27,10 @@ NPZ_SUFFIX = ".npz"
 
 @dataclass
 class WrittenAdvantages:
-    """Whitens advantages before they are written, and accumulates statistics of the written advantages and returns."""
+    """Whitens advantages before they are written, and accumulates the moments of what is written."""
 
     whitening: Moments | None
     """Moments of all advantages in the file, with which they are whitened; None = no whitening."""
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_trainable: int = 0
     advantages: Moments = EMPTY_MOMENTS
     returns: Moments = EMPTY_MOMENTS
 
@@ -42,15 +39,10 @@ class WrittenAdvantages:
         advantages: Float32[np.ndarray, "*any"],
         returns: Float32[np.ndarray, "*any"],
         mask: Bool[np.ndarray, "*any"],
-        *,
-        num_rows: int,
     ) -> Float32[np.ndarray, "*any"]:
-        """Returns the advantages to write for `num_rows` rows or samples: whitened if `whitening` is not None."""
+        """Returns the advantages to write: whitened if `whitening` is not None."""
         if self.whitening is not None:
             advantages = whiten(advantages, mask, self.whitening)
-        self.num_rows += num_rows
-        self.num_tokens += mask.size
-        self.num_trainable += int(mask.sum())
         self.advantages = merge_moments([self.advantages, compute_moments(advantages, mask)])
         self.returns = merge_moments([self.returns, compute_moments(returns, mask)])
         return advantages
@@ -72,7 +64,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
     check_output_path(out)
     start = time.perf_counter()
     file = open_input(input, settings, backend=backend, mask_mode=mask_mode)
-    num_tokens, num_trainable = file.check()
+    num_rows, num_tokens, num_trainable = file.check()
     if num_tokens and not num_trainable:
         raise InputError(
             f"--input: {input}: the mask is False at every token of all {file.ROW_NAME}, so no token gets an "
@@ -89,9 +81,9 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
     seconds = time.perf_counter() - start
     algorithm, adaptive = settings.algorithm, settings.algorithm.length_adaptive_lam
     return {
-        file.ROW_NAME: written.num_rows,
-        "tokens": written.num_tokens,
-        "trainable tokens": written.num_trainable,
+        file.ROW_NAME: num_rows,
+        "tokens": num_tokens,
+        "trainable tokens": num_trainable,
         "gamma": algorithm.gamma,
         "lambda": algorithm.lam if adaptive is None else f"1 - 1 / ({adaptive} x tokens)",
         **({} if settings.critic.lam is None else {"lambda of returns": settings.critic.lam}),
@@ -105,7 +97,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
         **({"before whitening": f"mean {moments.mean:.6g}, std {moments.population_std:.6g}"} if moments else {}),
         "compiling seconds": round(compilations.seconds, 2),
         "seconds": round(seconds, 2),
-        "tokens/s": round(written.num_tokens / max(seconds, 1e-9)),
+        "tokens/s": round(num_tokens / max(seconds, 1e-9)),
         "peak memory MiB": round(peak_memory_bytes() / 2**20),
         "written to": str(out),
     }

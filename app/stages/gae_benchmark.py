@@ -259,7 +259,7 @@ def read_workload(path: Path, settings: Settings, *, mask_mode: str) -> Workload
         InputError: the file cannot be used, or has no tokens or too many.
     """
     file = open_input(path, settings, mask_mode=mask_mode)
-    num_tokens, _ = file.check()
+    _, num_tokens, _ = file.check()
     if not 0 < num_tokens <= MAX_TOKENS:
         raise InputError(
             f"--input: {path} has {num_tokens:,} tokens, but --bench needs 1 to {MAX_TOKENS:,}; choose another file"

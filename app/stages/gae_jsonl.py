@@ -55,8 +55,8 @@ class GaeSampleFile:
         self._num_samples = 0
         self._last_progress_s = time.monotonic()
 
-    def check(self) -> tuple[int, int]:
-        """Reads and checks every line; returns the numbers of tokens and of unmasked tokens.
+    def check(self) -> tuple[int, int, int]:
+        """Reads and checks every line; returns the numbers of samples, of tokens and of unmasked tokens.
 
         Raises:
             InputError: a line cannot be used, or the file has no samples.
@@ -69,7 +69,7 @@ class GaeSampleFile:
             self._print_progress(f"checked {number:,} samples")
         if not self._num_samples:
             raise InputError(f"--input: {self._path} contains no samples; give a file written by grpo score")
-        return num_tokens, num_trainable
+        return self._num_samples, num_tokens, num_trainable
 
     def read_rows(self) -> TokenRows:
         """Returns all samples concatenated in one row, as in training; truncated samples count as complete."""
@@ -96,7 +96,7 @@ class GaeSampleFile:
     def _records(self, finish: Callable[..., np.ndarray]) -> Iterator[dict[str, Any]]:
         done = 0
         for parts, window in self._windows():
-            finished = finish(*map(np.concatenate, zip(*parts, strict=True)), num_rows=len(parts))
+            finished = finish(*map(np.concatenate, zip(*parts, strict=True)))
             done += len(parts)
             if done < self._num_samples:
                 self._print_progress(f"estimated {done:,} of {self._num_samples:,} samples")

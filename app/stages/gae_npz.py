@@ -31,13 +31,14 @@ class GaeMatrixFile:
         self._mask_mode = mask_mode
         self._gae = make_gae(settings, backend=backend, mask_mode=mask_mode)
 
-    def check(self) -> tuple[int, int]:
-        """Reads and checks the matrices; returns the numbers of tokens and of unmasked tokens.
+    def check(self) -> tuple[int, int, int]:
+        """Reads and checks the matrices; returns the numbers of rows, of tokens and of unmasked tokens.
 
         Raises:
             InputError: the matrices are damaged, inconsistent in shape or not finite.
         """
-        return self._rows.rewards.size, int(self._mask.sum())
+        rewards = self._rows.rewards
+        return len(rewards), rewards.size, int(self._mask.sum())
 
     def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields a single tuple: the advantages, the returns and the mask of all rows."""
@@ -53,7 +54,7 @@ class GaeMatrixFile:
             InputError: advantages or returns exceed float32; nothing is written.
         """
         returns = self._estimates.returns
-        advantages = finish(self._estimates.advantages, returns, self._mask, num_rows=len(returns))
+        advantages = finish(self._estimates.advantages, returns, self._mask)
         with open_atomic(out) as file:
             np.savez(file, advantages=advantages, returns=returns)
 

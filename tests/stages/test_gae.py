@@ -252,10 +252,11 @@ def test_advantages_of_windows_are_whitened_over_the_whole_file(tmp_path: Path) 
     records = [{"token_rewards": r.tolist(), "values": v.tolist()} for r, v in zip(rewards, values, strict=True)]
     write_jsonl(tmp_path / "in.jsonl", records)
     file = GaeSampleFile(tmp_path / "in.jsonl", load(None, [], {}).settings, window_tokens=32)
+    assert file.check() == (7, 7 * 16, 7 * 16)
     plain = np.concatenate([advantages for advantages, _, _ in file.estimates()])
     written = WrittenAdvantages(merge_moments(compute_moments(a, mask) for a, _, mask in file.estimates()))
     file.write(tmp_path / "out.jsonl", written)
-    assert (written.num_rows, written.num_tokens) == (7, 7 * 16)
+    assert written.advantages.count == written.returns.count == 7 * 16
     found = np.concatenate([record["advantages"] for record in records_of(tmp_path / "out.jsonl")])
     np.testing.assert_allclose(found, (plain - plain.mean()) / plain.std(ddof=1), atol=1e-5)
 
