@@ -135,8 +135,7 @@ class Bucket:
         except Exception as error:
             kind = type(error).__name__
             text = f"{self.option}: {self.address} cannot be {what} ({' '.join(f'{kind}: {error}'.split())})"
-            # By name, because each library has its own classes.
-            if re.search("connect|timeout|transport|ClientOSError|ClientPayloadError", kind, re.IGNORECASE):
+            if _is_network_error(error):
                 raise BucketUnreachableError(f"{text}; start again once the network works") from error
             raise InputError(
                 f"{text}; check that the bucket exists and that this machine's account has access"
@@ -198,10 +197,16 @@ class Bucket:
         for _, batch in groupby(costs, key=lambda name: ends[name] // BATCH_BYTES):
             names = list(batch)
             sources, targets = [f"{self._root}/{name}" for name in names], [str(folder / name) for name in names]
-            try:
-                self._call("get", sources, targets, num_bytes=sum(costs[name] for name in names))
-            except FileNotFoundError as error:
-                raise ObjectGoneError(str(error)) from error
+            for is_last in (False, False, True):
+                try:
+                    self._call("get", sources, targets, num_bytes=sum(costs[name] for name in names))
+                    break
+                except FileNotFoundError as error:
+                    raise ObjectGoneError(str(error)) from error
+                # Every exception, as above; s3fs does not repeat the request for a part of a large object.
+                except Exception as error:
+                    if is_last or isinstance(error, TimeoutError) or not _is_network_error(error):
+                        raise
 
     def delete(self, *names: str) -> None:
         # Not by `rm`, for which a name with brackets is a pattern, and which hides errors in the case of s3fs.
@@ -209,6 +214,12 @@ class Bucket:
             # If an answer is lost, the libraries ask again, and find nothing.
             with suppress(FileNotFoundError):
                 self._call("rm_file", f"{self._root}/{name}")
+
+
+def _is_network_error(error: Exception) -> bool:
+    # By name, because each library has its own classes.
+    names = "connect|timeout|transport|ClientOSError|ClientPayloadError"
+    return re.search(names, type(error).__name__, re.IGNORECASE) is not None
 
 
 def _would_be_cut(content: bytes) -> bool:

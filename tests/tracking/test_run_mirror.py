@@ -11,9 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
+from aiohttp import ClientPayloadError
+from fsspec import get_filesystem_class
 from fsspec.config import conf as fsspec_options
 from google.auth.exceptions import TransportError
 
@@ -220,6 +223,22 @@ def test_the_time_to_download_many_small_objects_is_not_limited_by_their_sizes(a
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.01)
     bucket.download(sizes, tmp_path / "fetched")
     assert len([*(tmp_path / "fetched").iterdir()]) == 20
+
+
+def test_a_download_that_is_cut_is_started_again(address, tmp_path, monkeypatch) -> None:
+    library, cuts = get_filesystem_class(address.partition("://")[0]), iter(range(2))
+    get_file = library._get_file
+
+    async def cut(self: Any, source: str, target: str, **options: Any) -> None:
+        if next(cuts, None) is not None:
+            raise ClientPayloadError
+        await get_file(self, source, target, **options)
+
+    monkeypatch.setattr(library, "_get_file", cut)
+    bucket = Bucket(address)
+    bucket.write("file", b"content")
+    bucket.download(bucket.sizes(), tmp_path)
+    assert (tmp_path / "file").read_bytes() == b"content"
 
 
 def test_a_file_that_was_not_stored_whole_is_sent_again(run, address, monkeypatch, caplog) -> None:
