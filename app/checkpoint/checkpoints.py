@@ -16,10 +16,10 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from app.checkpoint.process_0 import Process0Manager, restore_from_process_0
-from app.checkpoint.reading import open_reader, read_on_all_hosts, read_verified, silence_abandoned_work
+from app.checkpoint.process_0 import Process0Manager
+from app.checkpoint.reading import read_on_all_hosts, read_verified, silence_abandoned_work
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
-from app.checkpoint.saved_arrays import checksums, compile_checksums, with_saved_dtypes
+from app.checkpoint.saved_arrays import checksums, compile_checksums
 from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress, progress_path
 from app.distributed.collectives import gather_json_over_hosts
 from app.mesh.placement import abstract_arrays
@@ -83,7 +83,6 @@ class Checkpoints:
             self._manager = Process0Manager(self._directory, options, self._target)
         disable_slicing_of_small_arrays()
         silence_abandoned_work()
-        self._reader = open_reader(ocp.CompositeCheckpointHandler())
         # Compile here: a compilation during a step would be reported as an anomaly.
         compile_checksums(self._target)
 
@@ -155,14 +154,13 @@ class Checkpoints:
         for step, record in records.items():
             self.record_evaluations(record.progress)
             check(record.progress)
-            read = functools.partial(self._read_state, self._directory / str(step))
-            state, reason = read_verified(read, record.checksums, self._target)
+            state, reason = self._read_state(step, record)
             # The copy may be of another save of this step, with its own checksums.
             if state is None and replace_damaged(step) and (copied := self._read_record(step)) is not None:
                 record = copied
                 self.record_evaluations(record.progress)
                 check(record.progress)
-                state, reason = read_verified(read, record.checksums, self._target)
+                state, reason = self._read_state(step, record)
             if state is not None:
                 self._move_aside(damaged)
                 self.update_best_link()
@@ -187,12 +185,9 @@ class Checkpoints:
             _warn_damaged(step, reason)
         return record
 
-    def _read_state(self, folder: Path) -> NetworkStates:
-        """Reads a state with the dtypes in which it was saved."""
-        if not self._is_seen_by_all:
-            return restore_from_process_0(folder, self._target)
-        target = ocp.args.StandardRestore(with_saved_dtypes(folder, self._target))
-        return self._reader.restore(folder, args=ocp.args.Composite(state=target))["state"]
+    def _read_state(self, step: int, record: ProgressRecord) -> tuple[NetworkStates | None, str]:
+        folder = self._directory / str(step)
+        return read_verified(folder, record.checksums, self._target, is_seen_by_all=self._is_seen_by_all)
 
     def _common_steps(self) -> list[int]:
         """Returns the steps that have checkpoints, newest first.
@@ -249,7 +244,6 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for a save. Its error is only logged: it must not replace the error that ends a run before `finish`."""
-        self._reader.close()
         try:
             self._manager.close()
         # Every exception, because Orbax raises TensorStore's errors as ValueError or wraps them in a bare Exception.

@@ -1,13 +1,11 @@
-"""Saves and restores checkpoints in a folder that only process 0 has; arrays are transferred one by one."""
+"""Saves checkpoints in a folder that only process 0 has; arrays are transferred one by one."""
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array
 
-from app.checkpoint.array_pieces import broadcast_in_pieces, gather_in_pieces, piece_program
+from app.checkpoint.array_pieces import gather_in_pieces, piece_program
 from app.checkpoint.full_disk import explain_full_disk
-from app.checkpoint.reading import open_reader, read_on_all_hosts
-from app.checkpoint.saved_arrays import array_path, saved_metadata, with_saved_dtypes
-from app.distributed.collectives import broadcast_bytes, broadcast_json, error_barrier
+from app.distributed.collectives import broadcast_json, error_barrier
 from app.records.run_directory import RunDirectory
 
 GATHERED_DIR = ".gathered"
@@ -130,48 +126,3 @@ def _is_on_process_0(x: Array | jax.ShapeDtypeStruct) -> bool:
     assert x.sharding is not None
     parts = {device: str(index) for device, index in x.sharding.devices_indices_map(x.shape).items()}
     return {part for device, part in parts.items() if device.process_index == 0} == set(parts.values())
-
-
-def restore_from_process_0(folder: Path, target: Any) -> Any:
-    """Restores a state, or a part of one, with its saved dtypes; only process 0 needs to have the checkpoint.
-
-    Host memory holds one whole array at a time. All hosts must call it together.
-
-    Raises:
-        ValueError: an array cannot be read.
-    """
-    types, reason = read_on_all_hosts(lambda: _saved_types(folder, target) if jax.process_index() == 0 else "[]")
-    if types is None:
-        raise ValueError(reason)
-    arrays, structure = jax.tree.flatten_with_path(target)
-    restored = []
-    for (keys, x), dtype in zip(arrays, json.loads(broadcast_bytes(types.encode())), strict=True):
-        like = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-        whole, reason = read_on_all_hosts(functools.partial(_read_array, folder, array_path(keys), like))
-        if whole is None:
-            raise ValueError(reason)
-        broadcast_in_pieces(whole)
-        restored.append(jax.make_array_from_callback(like.shape, like.sharding, whole.__getitem__))
-    return structure.unflatten(restored)
-
-
-def _saved_types(folder: Path, target: Any) -> str:
-    return json.dumps([x.dtype.name for x in jax.tree.leaves(with_saved_dtypes(folder, target))])
-
-
-def _read_array(folder: Path, path: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns the array at a path of the saved state; on all processes but 0, an uninitialized array."""
-    if jax.process_index() > 0:
-        return np.empty(like.shape, like.dtype)
-    # The structure of the whole state: a partial restore would ignore the placeholders.
-    item = jax.tree.map_with_path(
-        lambda keys, _: like if array_path(keys) == path else ocp.PLACEHOLDER, saved_metadata(folder)
-    )
-    with closing(open_reader(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))) as reader:
-        types = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        args = ocp.args.PyTreeRestore(item=item, restore_args=types)
-        state = reader.restore(folder, args=ocp.args.Composite(state=args))["state"]
-    (array,) = (x for x in jax.tree.leaves(state) if x is not ocp.PLACEHOLDER)
-    if array.shape != like.shape:
-        raise ValueError(f"it contains an array of shape {list(array.shape)}, expected {list(like.shape)}")
-    return array

@@ -6,13 +6,17 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
-from app.checkpoint.saved_arrays import CHECKSUM_MISMATCH, checksums, convert_dtypes
-from app.distributed.collectives import any_host
+from app.checkpoint.array_pieces import broadcast_in_pieces
+from app.checkpoint.saved_arrays import array_path, checksums, convert_dtypes, saved_metadata, with_saved_dtypes
+from app.distributed.collectives import any_host, broadcast_json
 
 Content = TypeVar("Content")
 
@@ -24,12 +28,6 @@ NON_DAMAGE_PREFIXES = (
     "PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL", "UNIMPLEMENTED",
 )  # fmt: skip
 """TensorStore also raises ValueError for errors with these prefixes, which do not mean damaged files."""
-
-
-def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
-    """Opens a reader for this host alone: in a joint restore, hosts would wait forever for a host that cannot read."""
-    alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]:
@@ -45,18 +43,79 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
     return (None, reason) if any_host(content is None) else (content, "")
 
 
-def read_verified(read: Callable[[], Any], sums: Mapping[str, int], target: Any) -> tuple[Any, str]:
-    """Returns the result of `read` with the dtypes of `target` and "", or None and a reason if the state is damaged.
+def read_verified(folder: Path, sums: Mapping[str, int], target: Any, *, is_seen_by_all: bool) -> tuple[Any, str]:
+    """Returns a state, or a part of one, of a checkpoint and "", or None and a reason if it is damaged.
+
+    All hosts must call it together.
 
     Args:
         sums: maps the path of each array in the checkpoint to its checksum.
+        target: shapes, dtypes and shardings of the result; the checkpoint may have other dtypes.
+        is_seen_by_all: whether all hosts have the arrays; otherwise, process 0 has them.
     """
-    state, reason = read_on_all_hosts(read)
+    read = _read if is_seen_by_all else _read_from_process_0
+    state, reason = read_on_all_hosts(functools.partial(read, folder, target))
     # Either every host has read the state, or none has.
     if state is not None:
         found = checksums(state)
-        reason = "" if found == {name: sums.get(name) for name in found} else CHECKSUM_MISMATCH
+        is_same = found == {name: sums.get(name) for name in found}
+        reason = "" if is_same else "the checksums of its arrays do not match the saved ones"
     return (None, reason) if reason else (convert_dtypes(state, target), "")
+
+
+def _read(folder: Path, target: Any) -> Any:
+    """Reads this host's part of a state, or of a part of one, with its saved dtypes."""
+    saved = with_saved_dtypes(folder, target)
+    types = ocp.checkpoint_utils.construct_restore_args(saved)
+    return _restore(folder, item=saved, restore_args=types, partial_restore=True)
+
+
+def _restore(folder: Path, **arguments: Any) -> Any:
+    """Restores a tree on this host alone: in a joint restore, hosts would wait forever for a host that cannot read."""
+    alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
+    handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
+    with closing(ocp.Checkpointer(handler, multiprocessing_options=alone)) as reader:
+        return reader.restore(folder, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(**arguments)))["state"]
+
+
+def _read_from_process_0(folder: Path, target: Any) -> Any:
+    """Reads a state, or a part of one, with its saved dtypes; only process 0 needs to have the checkpoint.
+
+    Host memory holds one whole array at a time. All hosts must call it together.
+
+    Raises:
+        ValueError: an array cannot be read.
+    """
+    saved, reason = read_on_all_hosts(lambda: with_saved_dtypes(folder, target) if jax.process_index() == 0 else target)
+    if saved is None:
+        raise ValueError(reason)
+    types = broadcast_json([x.dtype.name for x in jax.tree.leaves(saved)])
+    arrays, structure = jax.tree.flatten_with_path(target)
+    restored = []
+    for (keys, x), dtype in zip(arrays, types, strict=True):
+        like = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        whole, reason = read_on_all_hosts(functools.partial(_read_array, folder, array_path(keys), like))
+        if whole is None:
+            raise ValueError(reason)
+        broadcast_in_pieces(whole)
+        restored.append(jax.make_array_from_callback(like.shape, like.sharding, whole.__getitem__))
+    return structure.unflatten(restored)
+
+
+def _read_array(folder: Path, path: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns the array at a path of the saved state; on all processes but 0, an uninitialized array."""
+    if jax.process_index() > 0:
+        return np.empty(like.shape, like.dtype)
+    # The structure of the whole state: a partial restore would ignore the placeholders.
+    item = jax.tree.map_with_path(
+        lambda keys, _: like if array_path(keys) == path else ocp.PLACEHOLDER, saved_metadata(folder)
+    )
+    types = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    state = _restore(folder, item=item, restore_args=types)
+    (array,) = (x for x in jax.tree.leaves(state) if x is not ocp.PLACEHOLDER)
+    if array.shape != like.shape:
+        raise ValueError(f"it contains an array of shape {list(array.shape)}, expected {list(like.shape)}")
+    return array
 
 
 def is_damage(error: Exception) -> bool:

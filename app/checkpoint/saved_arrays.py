@@ -14,8 +14,6 @@ from jax.sharding import Sharding
 from jax.stages import Compiled
 from jaxtyping import Array, UInt32
 
-CHECKSUM_MISMATCH = "the checksums of its arrays do not match the saved ones"
-
 
 def checksums(state: Any) -> dict[str, int]:
     """Maps the path of each array (see `array_path`) to its checksum, as stored in checkpoints.

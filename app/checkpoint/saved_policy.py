@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from app.checkpoint.process_0 import restore_from_process_0
-from app.checkpoint.reading import open_reader, read_verified
-from app.checkpoint.saved_arrays import array_path, with_saved_dtypes
+from app.checkpoint.reading import read_verified
+from app.checkpoint.saved_arrays import array_path
 from app.checkpoint.train_progress import (
     NetworkStates,
     OtherVersionError,
@@ -169,19 +167,8 @@ class PolicyCheckpoint:
 
     def _restore_item(self, item: Any) -> Any:
         # Other hosts may have copies of the small files without the arrays.
-        is_only_on_process_0 = any_host(not (self.path / "state").is_dir())
-        handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
-        with closing(open_reader(handler)) as reader:
-
-            def read() -> Any:
-                if is_only_on_process_0:
-                    return restore_from_process_0(self.path, item)
-                saved = with_saved_dtypes(self.path, item)
-                types = ocp.checkpoint_utils.construct_restore_args(saved)
-                args = ocp.args.PyTreeRestore(item=saved, restore_args=types, partial_restore=True)
-                return reader.restore(self.path, args=ocp.args.Composite(state=args))["state"]
-
-            state, reason = read_verified(read, self.checksums, item)
+        is_seen_by_all = not any_host(not (self.path / "state").is_dir())
+        state, reason = read_verified(self.path, self.checksums, item, is_seen_by_all=is_seen_by_all)
         if state is None:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one in {self.path.parent}")
         return state
