@@ -51,11 +51,11 @@ class Session:
     to_decode_weights: DecodeConversion
     """Converts the policy's weights for generation: for this host's devices or, with `rollout.placement: global`, for
     all devices of the mesh."""
-    continuous_batching: ContinuousBatchGenerator | None
+    continuous_batching: ContinuousBatchGenerator | None = None
     """Generator with decode slots; None if only workers generate, or nothing does."""
-    workers: RolloutWorkerPool | None
+    workers: RolloutWorkerPool | None = None
     """Workers that generate in place of the slots; None if the settings use no workers."""
-    generation_notes: tuple[str, ...]
+    generation_notes: tuple[str, ...] = ()
     """Notes for users about the mesh of generation and the chosen numbers of slots and KV blocks."""
 
     @classmethod
@@ -80,8 +80,7 @@ class Session:
         settings, mesh = scoring.settings, scoring.mesh
         conversion = _decode_conversion(scoring, generates=generates is not None)
         if generates is None:
-            nothing = {"continuous_batching": None, "workers": None, "generation_notes": ()}
-            return cls(scoring=scoring, generates=None, to_decode_weights=conversion, **nothing)
+            return cls(scoring=scoring, generates=None, to_decode_weights=conversion)
         given = settings, scoring.model_spec.tokenizer, conversion
         is_async, slots, workers = settings.rollout.max_staleness > 0, None, None
         if generates == "rollouts" or not is_async:
