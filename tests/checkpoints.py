@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import NetworkStates, TrainProgress
+from app.mesh.placement import abstract_arrays
 from app.update.optimizer import TrainState
 from tests.tiny import make_mesh
 
@@ -39,7 +40,7 @@ def shardings(num_devices: int) -> dict[str, TrainState]:
 
 def opened(folder: Path, *, keep: int = 3, num_devices: int = 1, best: str | None = None) -> Checkpoints:
     policy = LatestAndBestPolicy(keep, best)
-    return Checkpoints(folder, policy=policy, shapes=SHAPES, shardings=shardings(num_devices))
+    return Checkpoints(folder, policy=policy, layout=abstract_arrays(SHAPES, shardings(num_devices)))
 
 
 def progress(step: int, accuracy: float | None = None) -> TrainProgress:

@@ -22,7 +22,6 @@ from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
 from app.checkpoint.saved_arrays import checksums, compile_checksums
 from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress, progress_path
 from app.distributed.collectives import gather_json_over_hosts
-from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
 from app.records.identity import Identity, different_names
 from app.records.run_directory import BEST_LINK
@@ -45,8 +44,8 @@ class Checkpoints:
     Which one is the best follows from the evaluation in each checkpoint's `TrainProgress`.
 
     Args:
-        shapes: maps each network to the shapes of its saved state.
-        shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
+        layout: maps each network to the shapes and shardings of its state; the mesh may differ from the one on which
+            it was saved.
         is_seen_by_all: whether all hosts see the directory; otherwise only process 0 has the checkpoints, and the other
             hosts have copies of the progress records.
         are_devices_shared: whether other threads run multi-device programs on some of this host's devices.
@@ -57,8 +56,7 @@ class Checkpoints:
         directory: Path,
         *,
         policy: LatestAndBestPolicy,
-        shapes: NetworkStates,
-        shardings: NetworkStates,
+        layout: NetworkStates,
         is_seen_by_all: bool = True,
         are_devices_shared: bool = False,
     ):
@@ -76,7 +74,7 @@ class Checkpoints:
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=named),
         )
-        self._target = abstract_arrays(shapes, shardings)
+        self._target = layout
         if is_seen_by_all:
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         else:

@@ -136,17 +136,15 @@ class PolicyCheckpoint:
                 f"critic.path as in {self.run.settings_path}"
             )
 
-    def restore_params(
-        self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
-    ) -> Params:
-        """Restores a network's trained arrays with these shardings. All hosts must call it together.
+    def restore_params(self, layout: Params, *, network: Literal["policy", "critic"] = "policy") -> Params:
+        """Restores a network's trained arrays with these shapes and shardings. All hosts must call it together.
 
         Raises:
             InputError: the arrays are damaged.
         """
-        return self._restore_item({network: {"params": abstract_arrays(shapes, shardings)}})[network]["params"]
+        return self._restore_item({network: {"params": layout}})[network]["params"]
 
-    def restore_states(self, shapes: NetworkStates, shardings: NetworkStates) -> NetworkStates:
+    def restore_states(self, layout: NetworkStates) -> NetworkStates:
         """Restores the training states of the requested networks, without those that the checkpoint lacks.
 
         All hosts must call it together.
@@ -154,8 +152,8 @@ class PolicyCheckpoint:
         Raises:
             InputError: the states are damaged, or their arrays differ from the requested ones.
         """
-        names = [name for name in shapes if any(path.startswith(f"{name}/") for path in self.checksums)]
-        target = {name: abstract_arrays(shapes[name], shardings[name]) for name in names}
+        saved = {path.partition("/")[0] for path in self.checksums}
+        target = {name: network for name, network in layout.items() if name in saved}
         missing = {array_path(keys) for keys, _ in jax.tree.leaves_with_path(target)} - self.checksums.keys()
         if missing:
             raise InputError(
@@ -247,5 +245,5 @@ def load_trained_params(checkpoint: PolicyCheckpoint, model: ModelSpec, mesh: Me
         InputError: the saved weights are damaged.
     """
     definition = model.policy_definition
-    shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
-    return checkpoint.restore_params(shapes, shardings)
+    layout = abstract_arrays(definition.shapes, definition.shardings(mesh))
+    return checkpoint.restore_params(definition.trainable(layout))

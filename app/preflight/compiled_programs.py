@@ -251,10 +251,9 @@ def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> di
     empty = learner.updater.pack((), _empty_micro_batch(plan), StepTotals(num_tokens=0, num_samples=0))
     batch = _global_shapes(session.mesh, empty)
     with jax.set_mesh(session.mesh):
-        state = abstract_arrays(learner.shapes, learner.shardings)
         # Arrays cannot be created on compile-only devices.
         temperature: Any = jax.ShapeDtypeStruct((), np.float32)
-        return learner.update_step.lower(state, batch, temperature, learner.frozen_shapes)
+        return learner.update_step.lower(learner.layout, batch, temperature, learner.frozen_layout)
 
 
 def _empty_micro_batch(plan: MicroBatchPlan) -> MicroBatch:

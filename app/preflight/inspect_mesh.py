@@ -266,7 +266,7 @@ def build_mesh_inspection(
 
 def largest_saved_array(learning: LearnerGroup) -> SavedArray:
     """Returns the largest array in a checkpoint, or the first of several equally large ones."""
-    arrays = jax.tree.leaves_with_path(learning.shapes)
+    arrays = jax.tree.leaves_with_path(learning.layout)
     return max((SavedArray(array_path(keys), x.size * x.dtype.itemsize) for keys, x in arrays), key=lambda x: x.bytes)
 
 

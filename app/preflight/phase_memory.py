@@ -16,7 +16,7 @@ from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, SequenceLe
 from app.batching.micro_batcher import MicroBatcher
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform
-from app.mesh.placement import abstract_arrays, bytes_per_device, num_row_shards
+from app.mesh.placement import bytes_per_device, num_row_shards
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
 from app.rollout.engine.shapes import BatchShape, Footprint
@@ -159,8 +159,7 @@ def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
         phases["score"] = {**always, **reference_bytes(session.scoring)}
     for phase, learner in (("critic", learning.critic), ("update", learning.policy)):
         if learner is not None:
-            gradients = bytes_per_device(abstract_arrays(learner.shapes, learner.shardings).params)
-            phases[phase] = {**always, "gradients": gradients}
+            phases[phase] = {**always, "gradients": bytes_per_device(learner.layout.params)}
     if session.scoring.generation_devices:
         weights = bytes_per_device(session.to_decode_weights.abstract_weights)
         phases["publish"] = _sum_breakdowns(always, {"decode_weights": weights})
@@ -183,7 +182,7 @@ def _sum_breakdowns(first: MemoryBreakdown, second: MemoryBreakdown) -> MemoryBr
 
 def state_bytes(learning: LearnerGroup) -> int:
     """Returns the bytes of the training state over all devices, which is the size of a checkpoint."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learning.shapes))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learning.layout))
 
 
 def peak_phase(memory: Mapping[str, MemoryBreakdown]) -> str:

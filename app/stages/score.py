@@ -35,7 +35,13 @@ from app.distributed.collectives import (
 )
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.devices import peak_memory_bytes
-from app.mesh.placement import check_host_memory, num_local_row_shards, to_device_memory, to_host_memory
+from app.mesh.placement import (
+    abstract_arrays,
+    check_host_memory,
+    num_local_row_shards,
+    to_device_memory,
+    to_host_memory,
+)
 from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture
 from app.model.decoder import Params
@@ -70,9 +76,7 @@ class SavedNetworks(Protocol):
     def describe(self) -> str: ...
     def check_compatible(self, model: ModelSpec, *, needs_tokenizer: bool) -> None: ...
     def check_critic(self, critic: NetworkSpec, *, is_required: bool) -> None: ...
-    def restore_params(
-        self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
-    ) -> Params: ...
+    def restore_params(self, layout: Params, *, network: Literal["policy", "critic"] = "policy") -> Params: ...
 
 
 def score_tokens(
@@ -185,12 +189,11 @@ def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> P
         return session.critic.load_params(session.mesh)
     if checkpoint is None:
         return session.load_params() if session.teacher is None else session.load_reference()
+    definition = session.critic.spec.definition if session.critic else session.model_spec.policy_definition
+    layout = abstract_arrays(definition.shapes, definition.shardings(session.mesh))
     if session.critic is not None:
-        definition = session.critic.spec.definition
-        return checkpoint.restore_params(definition.shapes, definition.shardings(session.mesh), network="critic")
-    definition = session.model_spec.policy_definition
-    shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(session.mesh)))
-    return session.full_params(checkpoint.restore_params(shapes, shardings))
+        return checkpoint.restore_params(layout, network="critic")
+    return session.full_params(checkpoint.restore_params(definition.trainable(layout)))
 
 
 def _make_micro_batcher(

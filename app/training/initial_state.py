@@ -31,8 +31,7 @@ def open_checkpoints(setup: RunSetup) -> Checkpoints:
     return Checkpoints(
         setup.run.checkpoints_dir,
         policy=policy,
-        shapes=setup.learning.shapes,
-        shardings=setup.learning.shardings,
+        layout=setup.learning.layout,
         is_seen_by_all=setup.folder.is_seen_by_all,
         are_devices_shared=bool(setup.session.scoring.generation_devices),
     )
@@ -77,7 +76,7 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
     if start is not None and setup.inputs.replay is not None:
         before = start.progress
         progress = replace(progress, step=start.step, position=before.position, total_tokens=before.total_tokens)
-        networks = dict(start.restore_states(learning.shapes, learning.shardings))
+        networks = dict(start.restore_states(learning.layout))
     if "policy" not in networks:
         if start is None:
             params = session.scoring.initial_trained_params()

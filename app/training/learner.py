@@ -76,14 +76,14 @@ class Learner:
     update_step: UpdateStep
     updater: Updater
     optimizer: optax.GradientTransformation
-    shapes: TrainState
-    shardings: TrainState
-    frozen_shapes: Params
+    layout: TrainState
+    """Shapes and shardings of the training state."""
+    frozen_layout: Params
     """Shapes and shardings of the network's frozen weights."""
 
     def initial_state(self, params: Params) -> TrainState:
         """Returns a training state with these weights, zero moments and step counters of 0."""
-        return init_train_state(self.optimizer, params, self.shardings)
+        return init_train_state(self.optimizer, params, jax.tree.map(lambda x: x.sharding, self.layout))
 
     def null_metrics(self, params: Params, frozen: Params) -> dict[str, None]:
         """Returns the metric names of a step's updates, mapped to None. All hosts must call it together."""
@@ -156,13 +156,9 @@ class LearnerGroup:
         return RunState(policy, critic, kl_coef), metrics | policy_metrics
 
     @property
-    def shapes(self) -> NetworkStates:
-        """The shapes of the arrays in a checkpoint, for each network; see `RunState.networks`."""
-        return {name: learner.shapes for name, learner in self.networks.items()}
-
-    @property
-    def shardings(self) -> NetworkStates:
-        return {name: learner.shardings for name, learner in self.networks.items()}
+    def layout(self) -> NetworkStates:
+        """Shapes and shardings of the arrays in a checkpoint, for each network; see `RunState.networks`."""
+        return {name: learner.layout for name, learner in self.networks.items()}
 
 
 def make_learner_group(session: ScoringSession, custom: CustomEstimator | None = None) -> LearnerGroup:
@@ -291,7 +287,7 @@ def _make_learner(
     run_update = update_by_layer if settings.offload else update_at_once
     step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metric_names, run_update=run_update)
     updater = Updater(step, mesh, micro_batcher=batcher, pack=pack, batching_metrics=batching_metrics_fn)
-    return Learner(step, updater, optimizer, shapes, shardings, frozen)
+    return Learner(step, updater, optimizer, abstract_arrays(shapes, shardings), frozen)
 
 
 def make_policy_loss(algorithm: AlgorithmSettings, *, has_teacher: bool = False) -> PolicyLoss:

@@ -17,8 +17,7 @@ MemoryBreakdown = dict[str, int]
 
 def host_bytes(session: ScoringSession, learning: LearnerGroup) -> int:
     """Returns the host-memory bytes per device of offloaded arrays: moments, and weights of the reference."""
-    states = [abstract_arrays(one.shapes, one.shardings) for one in learning.networks.values()]
-    moments = bytes_per_device(states, in_host_memory=True)
+    moments = bytes_per_device(learning.layout, in_host_memory=True)
     return moments + (sum(reference_bytes(session).values()) if _is_reference_away(session) else 0)
 
 
@@ -55,6 +54,5 @@ def _weight_bytes(session: ScoringSession, definition: DecoderDefinition) -> int
 
 def _learner_bytes(learner: Learner) -> tuple[int, int]:
     """Returns the bytes per device of a network's weights, including frozen weights, and of its optimizer state."""
-    state = abstract_arrays(learner.shapes, learner.shardings)
-    trained = bytes_per_device(state.params)
-    return trained + bytes_per_device(learner.frozen_shapes), bytes_per_device(state) - trained
+    trained = bytes_per_device(learner.layout.params)
+    return trained + bytes_per_device(learner.frozen_layout), bytes_per_device(learner.layout) - trained

@@ -136,7 +136,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         (*launch_notices(setup.resolved), *setup.notes, setup.inputs.data_report, *setup.rewards.plug_in_summaries)
     )
     resumed = checkpoints.has_step(progress.step)
-    with error_barrier(), explain_full_disk(setup.run, setup.learning.shapes):
+    with error_barrier(), explain_full_disk(setup.run, setup.learning.layout):
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
         if setup.folder.mirror is not None:
             setup.folder.mirror.start()
@@ -158,7 +158,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_process_0 else None, clock),
         on_step=on_step,
     )
-    with broadcast_failure(setup.watchdog.status_board), explain_full_disk(setup.run, setup.learning.shapes):
+    with broadcast_failure(setup.watchdog.status_board), explain_full_disk(setup.run, setup.learning.layout):
         exit_code = loop.run()
     if setup.folder.mirror is not None and exit_code:
         setup.folder.mirror.timeout_s = STOP_S

@@ -21,7 +21,7 @@ from shapes import QWEN2_5, SMOLLM2
 
 from app.mesh import jax_startup
 from app.mesh.devices import program_memory_bytes
-from app.mesh.placement import abstract_arrays, bytes_per_device
+from app.mesh.placement import bytes_per_device
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.compiled_programs import lower_update
 from app.preflight.inspect_mesh import make_longest_prompt, read_config_only_spec
@@ -53,12 +53,12 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
     learning = make_learner_group(session.scoring)
     step = outline_step(session, learning, [make_longest_prompt(settings.data.max_prompt_length)], [], None)
     memory = memory_by_phase(step)
-    state = abstract_arrays(learning.policy.shapes, learning.policy.shardings)
+    state = learning.policy.layout
     moments = bytes_per_device(state) - bytes_per_device(state.params)
     programs = lower_update(session, learning.policy, step.update)
     reserved = {name: program_memory_bytes(lowered.compile()) for name, lowered in programs.items()}
     # Moments stay in memory while gradients are computed; frozen weights and the reference stay during both programs.
-    frozen, reference = bytes_per_device(learning.policy.frozen_shapes), memory["score"].get("reference", 0)
+    frozen, reference = bytes_per_device(learning.policy.frozen_layout), memory["score"].get("reference", 0)
     peak = max(reserved["gradients"] + moments, reserved["optimizer"] + frozen) + reference
     return {
         "trained_parameters": session.model_spec.policy_definition.num_trainable,

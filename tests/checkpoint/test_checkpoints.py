@@ -135,8 +135,7 @@ def test_optimizer_moments_are_restored_into_another_dtype_or_memory_kind(tmp_pa
     saved, wanted = reversed(layouts) if is_rounded_when_saved else layouts
 
     def with_moments_like(layout: NetworkStates) -> Checkpoints:
-        where = jax.tree.map(lambda x: x.sharding, layout)
-        return Checkpoints(tmp_path, policy=LatestAndBestPolicy(3), shapes=layout, shardings=where)
+        return Checkpoints(tmp_path, policy=LatestAndBestPolicy(3), layout=layout)
 
     writing = with_moments_like(saved)
     writing.save(state_of(2, saved), progress(2))
@@ -149,8 +148,7 @@ def test_optimizer_moments_are_restored_into_another_dtype_or_memory_kind(tmp_pa
     reading.finish()
     reading.close()
     assert steps_in(tmp_path) == {"2", "3"} and "damaged" not in caplog.text
-    where = jax.tree.map(lambda x: x.sharding, wanted)
-    for state in (found, PolicyCheckpoint.open(tmp_path / "2").restore_states(wanted, where)):
+    for state in (found, PolicyCheckpoint.open(tmp_path / "2").restore_states(wanted)):
         for x, before, like in zip(*map(jax.tree.leaves, (state, state_of(2, saved), wanted)), strict=True):
             assert (x.dtype, x.sharding) == (like.dtype, like.sharding)
             np.testing.assert_array_equal(x, np.asarray(before).astype(like.dtype))

@@ -8,6 +8,7 @@ import pytest
 
 from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.retention import LatestAndBestPolicy
+from app.mesh.placement import abstract_arrays
 from tests.checkpoints import SHAPES, make_state, progress, shardings
 from tests.program import DEADLINE_S, REPOSITORY
 
@@ -15,7 +16,7 @@ from tests.program import DEADLINE_S, REPOSITORY
 def save_there(folder: Path) -> None:
     """Saves two checkpoints as process 0 does if no other process has the folder."""
     policy = LatestAndBestPolicy(2, None)
-    made = Checkpoints(folder, policy=policy, shapes=SHAPES, shardings=shardings(1), is_seen_by_all=False)
+    made = Checkpoints(folder, policy=policy, layout=abstract_arrays(SHAPES, shardings(1)), is_seen_by_all=False)
     try:
         for step in (1, 2):
             made.save(make_state(step), progress(step))

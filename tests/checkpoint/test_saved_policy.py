@@ -15,6 +15,7 @@ from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import TrainProgress
+from app.mesh.placement import abstract_arrays
 from app.prompts.tokenizer import Tokenizer
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import InputError, Settings
@@ -35,8 +36,7 @@ def save(run: Path, *steps: int, model: ModelSpec, critic: bool = False, best: i
     checkpoints = Checkpoints(
         run / "checkpoints",
         policy=LatestAndBestPolicy(5, "eval/accuracy"),
-        shapes=both(SHAPES, SHAPES),
-        shardings=both(shardings(2), shardings(2)),
+        layout=abstract_arrays(both(SHAPES, SHAPES), both(shardings(2), shardings(2))),
     )
     for step in steps:
         evaluation = None if best is None else {"eval/accuracy": float(step == best)}
@@ -63,7 +63,8 @@ def with_critic(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> P
 
 
 def read(path: Path, num_devices: int = 1) -> Any:
-    return PolicyCheckpoint.open(path).restore_params(SHAPES["policy"].params, shardings(num_devices)["policy"].params)
+    layout = abstract_arrays(SHAPES, shardings(num_devices))
+    return PolicyCheckpoint.open(path).restore_params(layout["policy"].params)
 
 
 def test_a_checkpoint_is_found_by_run_folder_step_or_best_link(run: Path) -> None:
@@ -126,8 +127,8 @@ def test_a_checkpoint_is_refused_with_another_tokenizer(run: Path, model: ModelS
         saved.check_compatible(without)
 
 
-def named(*names: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict.fromkeys(names, SHAPES["policy"]), dict.fromkeys(names, shardings(4)["policy"])
+def named(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, abstract_arrays(SHAPES, shardings(4))["policy"])
 
 
 def test_only_requested_and_saved_networks_are_read(run: Path, with_critic: Path) -> None:
@@ -136,15 +137,14 @@ def test_only_requested_and_saved_networks_are_read(run: Path, with_critic: Path
         (with_critic, ("policy",), {"policy": 3}),
         (with_critic, ("policy", "critic"), {"policy": 3, "critic": 103}),
     ):
-        found = PolicyCheckpoint.open(path).restore_states(*named(*roles))
+        found = PolicyCheckpoint.open(path).restore_states(named(*roles))
         assert found.keys() == seeds.keys()
         for name, seed in seeds.items():
             assert_same(found[name], make_state(seed)["policy"], shardings(4)["policy"])
 
 
 def test_a_checkpoint_without_a_needed_array_is_refused(run: Path) -> None:
-    shapes, where = named("policy")
-    more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
-    there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})
+    policy = named("policy")["policy"]
+    more = replace(policy, params={**policy.params, "extra": policy.num_updates})
     with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array policy/params/extra, because its run"):
-        PolicyCheckpoint.open(run).restore_states({"policy": more}, {"policy": there})
+        PolicyCheckpoint.open(run).restore_states({"policy": more})

@@ -19,6 +19,7 @@ from typer.testing import Result
 from app.checkpoint.saved_policy import PolicyCheckpoint, load_trained_params
 from app.export.huggingface import check_adapters, write_model
 from app.export.model_card import ADAPTER, FULL_MODEL, front_matter, model_card
+from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
 from app.model.io.hf_weights import load_weights
 from app.model.lora import combine_params
@@ -121,7 +122,9 @@ def test_a_base_model_is_exported_without_a_checkpoint(exported, tiny_model, tmp
 
 def policy_of(checkpoint: Path, model: ModelSpec) -> Params:
     mesh = make_mesh()
-    return PolicyCheckpoint.open(checkpoint).restore_params(model.definition.shapes, model.definition.shardings(mesh))
+    return PolicyCheckpoint.open(checkpoint).restore_params(
+        abstract_arrays(model.definition.shapes, model.definition.shardings(mesh))
+    )
 
 
 def test_the_newest_checkpoint_is_exported_and_loaded_again(exported, finished, tiny_model):
