@@ -158,8 +158,7 @@ def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
     check_output_path(path)
     path = Path(path).absolute()
     with open_atomic(path) as file:
-        for number, record in enumerate(records, start=1):
-            file.write(to_json_line(record, f"{path}: record {number}"))
+        file.writelines(to_json_line(record, str(path)) for record in records)
 
 
 def to_json_line(record: Mapping[str, Any], where: str) -> bytes:
