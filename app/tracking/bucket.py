@@ -6,6 +6,7 @@ have the sizes that it lists.
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import logging
@@ -121,7 +122,7 @@ class Bucket:
         """Converts exceptions of gcsfs or s3fs in the `with` block to exceptions that name the address.
 
         Raises:
-            BucketUnreachableError: the network failed.
+            BucketUnreachableError: the network or the server failed.
             InputError: any other failure, such as a missing bucket or permission.
         """
         # The libraries try again for up to a minute.
@@ -136,7 +137,7 @@ class Bucket:
             kind = type(error).__name__
             text = f"{self.option}: {self.address} cannot be {what} ({' '.join(f'{kind}: {error}'.split())})"
             if _is_network_error(error):
-                raise BucketUnreachableError(f"{text}; start again once the network works") from error
+                raise BucketUnreachableError(f"{text}; start again once it can be reached") from error
             raise InputError(
                 f"{text}; check that the bucket exists and that this machine's account has access"
             ) from error
@@ -217,6 +218,11 @@ class Bucket:
 
 
 def _is_network_error(error: Exception) -> bool:
+    """Returns whether the network failed, or the server was too busy to answer."""
+    # The HTTP status in the errors of gcsfs, and the numbers to which s3fs converts it.
+    busy = errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO)
+    if getattr(error, "code", None) in range(500, 600) or getattr(error, "errno", None) in busy:
+        return True
     # By name, because each library has its own classes.
     names = "connect|timeout|transport|ClientOSError|ClientPayloadError"
     return re.search(names, type(error).__name__, re.IGNORECASE) is not None

@@ -16,9 +16,12 @@ from unittest import mock
 
 import pytest
 from aiohttp import ClientPayloadError
+from botocore.exceptions import ClientError
 from fsspec import get_filesystem_class
 from fsspec.config import conf as fsspec_options
+from gcsfs.retry import HttpError
 from google.auth.exceptions import TransportError
+from s3fs.errors import translate_boto_error
 
 from app.commands.addresses import name_run
 from app.records.run_directory import FETCHED, Resume, RunDirectory, check_run_directory
@@ -483,6 +486,20 @@ def test_a_stalled_connection_is_given_up(run, server, address, monkeypatch, cap
         wait_for(lambda: "checkpoints/1.complete" in Bucket(address).sizes())
     assert network.num_stalls and "can be written again" in caplog.text
     network.close()
+
+
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
+@pytest.mark.parametrize(
+    "error",
+    [
+        HttpError({"code": 503, "message": "busy"}),
+        translate_boto_error(ClientError({"Error": {"Code": "SlowDown"}}, "PutObject")),
+        translate_boto_error(ClientError({"Error": {"Code": "InternalError"}}, "PutObject")),
+    ],
+)
+def test_a_busy_server_is_no_fault_of_the_settings(error: Exception, address: str) -> None:
+    with pytest.raises(BucketUnreachableError, match="start again"), Bucket(address).explain_failure("read"):
+        raise error
 
 
 @pytest.mark.slow
