@@ -332,7 +332,7 @@ class SlotPrograms:
         copied = pool, most_copies, most_copies, self._replicated(self.num_shards)
         specs: dict[ProgramName, ProgramSpec] = {
             ("open",): (zeros, (), {"out_shardings": tree_shardings(pool)}),
-            ("copy",): (copy_blocks, copied, _donate_options(0, pool)),
+            ("copy",): (copy_blocks, copied, _update_options(pool)),
         }
         for length in shapes.prompt_buckets:
             specs |= {("prefill", rows, length): self._prefill_program(rows, length) for rows in shapes.prefill_rows}
@@ -340,7 +340,7 @@ class SlotPrograms:
             specs["decode", rows, truncates] = self._decode_program(rows, truncates=truncates)
         if suspends:
             specs["take",] = take_row, (pool, per_row), {"out_shardings": tree_shardings(row)}
-            specs["put",] = put_row, (pool, row, per_row), _donate_options(0, pool)
+            specs["put",] = put_row, (pool, row, per_row), _update_options(pool)
         if recomputes:
             lengths = shapes.used_recompute_buckets
             specs |= {("prefill", 1, length): self._prefill_program(1, length) for length in lengths}
@@ -379,6 +379,6 @@ def compile_together(programs: Collection[Lowered]) -> list[Compiled]:
         return list(pool.map(Lowered.compile, programs))
 
 
-def _donate_options(number: int, cache: KVCache) -> dict[str, Any]:
-    """Returns the `jax.jit` options for updating the cache, argument `number`, in place."""
-    return {"donate_argnums": number, "out_shardings": tree_shardings(cache)}
+def _update_options(pool: KVCache) -> dict[str, Any]:
+    """Returns the `jax.jit` options of a program that updates the pool, its first argument, in place."""
+    return {"donate_argnums": 0, "out_shardings": tree_shardings(pool)}
