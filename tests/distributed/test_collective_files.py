@@ -1,6 +1,7 @@
 """Tests the shards of hosts, and samples that are sent from one host to another."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,3 +58,11 @@ def test_write_collectively_keeps_the_order_and_raises_errors(tmp_path: Path) ->
     assert len(records_of(out)) == 3
     with pytest.raises(InputError, match="mine"), error_barrier():
         raise InputError("mine")
+
+
+def test_a_single_host_holds_one_line_of_a_file_in_memory(tmp_path: Path) -> None:
+    tracemalloc.start()
+    write_collectively(tmp_path / "out.jsonl", [(b"x" * 2**20 for _ in range(32))])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * 2**20
