@@ -143,7 +143,8 @@ def score_tokens(
         session = ScoringSession.open(settings, model, critic, teacher)
         micro_batcher = _make_micro_batcher(settings, role, architecture, extent)
         shared = {"session": session, "role": role, "micro_batcher": micro_batcher, "num_samples": extent.num_samples}
-        checked = [one.sample for one in next(file.windows(NUM_CHECKED_SAMPLES))] if checks_packing else []
+        firsts = iterate_in_lockstep(file.windows(NUM_CHECKED_SAMPLES))
+        checked = [one.sample for one in next(firsts)] if checks_packing else []
         write = partial(write_scores, **shared, checked=checked, on_phase=entered)
         metrics = [write(out, one, iterate_in_lockstep(file.windows(WINDOW_SAMPLES))) for out, one in outputs.items()]
     return metrics if jax.process_index() == 0 else None
