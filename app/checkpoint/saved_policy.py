@@ -199,9 +199,10 @@ class PolicySource(NamedTuple):
         return {
             MODEL: model.files.fingerprint,
             TOKENIZER: model.tokenizer.fingerprint,
-            CHECKPOINT: "none" if saved is None else saved.describe(),
+            CHECKPOINT: None if saved is None else saved.describe(),
             PROMPTS: prompts_digest(prompts),
-            "model.eos_tokens": [*settings.model.eos_tokens],
+            # Evaluations of earlier versions have it only if it is set.
+            "model.eos_tokens": [*settings.model.eos_tokens] or None,
             "model.dtype": settings.model.dtype,
             **environment_facts(settings.env),
         }

@@ -42,6 +42,8 @@ def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_
     out = tmp_path / "after.jsonl"
     printed = succeeded(here("evaluate", "--checkpoint", finished, "--out", out))
     assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}
+    facts = json.loads((tmp_path / f"{out.name}.facts.json").read_text())["facts"]
+    assert facts["model.eos_tokens"] is None, "earlier versions left it out, which counts as None"
     # The step is stored in the metadata file, because a base model has no step.
     of_run = without_clock(finished / "eval" / "step_000004.jsonl")
     assert [{"step": 4, **record} for record in without_clock(out)] == of_run
