@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Array
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import LAYER_TENSORS, expected_tensors
@@ -96,7 +96,8 @@ def write_adapters(path: Path, adapters: Params, dtype: np.dtype) -> None:
             matrix = values.reshape(-1, values.shape[-1]) if is_down else values.reshape(len(values), -1)
             name = f"{PREFIX}.{layer}.{PROJECTIONS[projection]}.{'lora_A' if is_down else 'lora_B'}.weight"
             tensors[name] = np.ascontiguousarray(matrix.T, dtype)
-    save_file(tensors, path, metadata=METADATA)
+    # The library's save_file would make a file that only its owner can read.
+    path.write_bytes(save(tensors, metadata=METADATA))
 
 
 def write_sharded_safetensors(

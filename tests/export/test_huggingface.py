@@ -239,6 +239,7 @@ def test_peft_loads_exported_adapters(adapted, tiny_model, tmp_path):
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"} <= written
     assert not written & {"config.json", "model.safetensors"}
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "others may read all or none"
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (str(tiny_model), 3, 6)
     assert config["target_modules"] == ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
