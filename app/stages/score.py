@@ -179,8 +179,7 @@ def write_scores(
     del params
     with closing(CompilationCounter()) as compilations:
         scored = passes.score_windows(windows, num_samples=num_samples)
-        parts = iterate_in_phase(scored, "score", on_phase)
-        write_collectively(out, (map(partial(to_json_line, where=str(out)), part) for part in parts))
+        write_collectively(out, iterate_in_phase(scored, "score", on_phase))
         figures |= passes.metrics(compilations)
     return {**figures, "written to": str(out)}
 
@@ -235,8 +234,11 @@ class WindowScorer:
 
     def score_windows(
         self, windows: Iterable[Sequence[LocatedSample]], *, num_samples: int
-    ) -> Iterator[list[dict[str, Any]]]:
-        """Yields the records of this host's part of each window, in order, with the role's logprobs or values."""
+    ) -> Iterator[Iterator[bytes]]:
+        """Yields the lines of this host's part of each window, in order, with the role's logprobs or values.
+
+        A line with NaN or an infinity raises ValueError when it is read, so that hosts can do this in an error barrier.
+        """
         done = 0
         field = "values" if self._role == "critic" else f"{self._role}_logprobs"
         for window in windows:
@@ -254,15 +256,18 @@ class WindowScorer:
             was_sampled = [one.record.get("behavior_logprobs") is not None for one in local]
             self._update_totals([*compress(scored, was_sampled)], plan)
             # Only this field and the ids of texts are added; other missing fields are not filled in.
-            yield [
-                {
-                    **one.record,
-                    "prompt_token_ids": s.prompt.token_ids.tolist(),
-                    TOKEN_IDS: s.completion_ids.tolist(),
-                    field: getattr(s, field).tolist(),
-                }
+            yield (
+                to_json_line(
+                    {
+                        **one.record,
+                        "prompt_token_ids": s.prompt.token_ids.tolist(),
+                        TOKEN_IDS: s.completion_ids.tolist(),
+                        field: getattr(s, field).tolist(),
+                    },
+                    f"{one.where}: {field}",
+                )
                 for s, one in zip(scored, local, strict=True)
-            ]
+            )
             if len(samples) < num_samples and jax.process_index() == 0:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 import app.model.decoder as decoder
+from app.batching.micro_batcher import FixedRowBatcher
 from app.model.segment_layout import single_segment_layout
 from app.prompts.tokenizer import Tokenizer
 from app.records.jsonl import write_jsonl
 from app.records.sample import Prompt, Sample
-from app.records.sample_json import sample_to_record
+from app.records.sample_json import LocatedSample, sample_to_record
 from app.runtime.model_spec import read_model_spec
 from app.runtime.scoring import ScoringSession
 from app.stages.rollout import PromptShard
 from app.stages.sample_reader import SampleFileExtent, SampleReader
 from app.stages.sample_text import SampleEncoder
-from app.stages.score import check_packing
+from app.stages.score import WindowScorer, check_packing
 from app.stages.score_rewards import sample_indices_by_host
 from settings import Settings, load
 from settings.errors import InputError
@@ -225,6 +226,17 @@ def test_packing_check_finds_attention_that_ignores_segments(session, strangers,
     for related in ([first, sibling, first], [first] * 3):
         with pytest.raises(RuntimeError, match="attention leaks"):
             check_packing(session, session.load_params(), related)
+
+
+def test_a_score_of_nan_is_reported_with_the_line_of_its_sample(
+    session: ScoringSession, strangers: list[Sample]
+) -> None:
+    nan = jax.tree.map(lambda x: jnp.full_like(x, np.nan), session.load_params())
+    scorer = WindowScorer(session, nan, "policy", micro_batcher=FixedRowBatcher(4, trim_tail=False))
+    window = [LocatedSample(f"in.jsonl:{i}", {}, sample) for i, sample in enumerate(strangers, start=1)]
+    (lines,) = scorer.score_windows([window], num_samples=3)
+    with pytest.raises(ValueError, match=r"in\.jsonl:1: policy_logprobs \(no uid\): "):
+        list(lines)
 
 
 def reader(path: Path) -> SampleReader:
