@@ -201,7 +201,6 @@ class PolicySource(NamedTuple):
             TOKENIZER: model.tokenizer.fingerprint,
             CHECKPOINT: None if saved is None else saved.describe(),
             PROMPTS: prompts_digest(prompts),
-            # Evaluations of earlier versions have it only if it is set.
             "model.eos_tokens": [*settings.model.eos_tokens] or None,
             "model.dtype": settings.model.dtype,
             **environment_facts(settings.env),

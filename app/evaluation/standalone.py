@@ -57,7 +57,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     """
     with error_barrier():
         if out is not None and is_process_0():
-            check_output_path(out)
+            check_output_path(out, "--out")
         source = read_policy_source(resolved.settings, checkpoint)
         settings = source.settings
         prompts, encoding = read_eval_prompts(settings, source.model.tokenizer)

@@ -90,7 +90,7 @@ def export(
     start, out = time.perf_counter(), out.expanduser().absolute()
     if os.path.lexists(out):
         raise InputError(f"--out: {out} exists already; give the name of a new folder, or move the old one away")
-    check_output_path(out)
+    check_output_path(out, "--out")
     saved, model = _read_policy(resolved.settings, checkpoint)
     has_adapters = model.policy_definition.lora is not None
     export_format = ADAPTER if only_adapters else MERGED_MODEL if has_adapters else FULL_MODEL

@@ -120,19 +120,20 @@ def _find_non_finite(value: Any) -> str | None:
     return None
 
 
-def check_output_path(path: str | Path) -> None:
-    """Checks that a file can be written at `path`; call it before any long work.
+def check_output_path(path: str | Path, option: str | None = None) -> None:
+    """Checks that a file can be written at `path`, which an option may have named; call it before any long work.
 
     Raises:
         InputError: `path` is a folder or a device, or its folder does not exist or is not writable.
     """
     path = Path(path).absolute()
+    place = f"{option}: {path}" if option else path
     if path.exists() and not path.is_file():
-        raise InputError(f"{path}: expected the name of a file, got a {'folder' if path.is_dir() else 'device'}")
+        raise InputError(f"{place}: expected the name of a file, got a {'folder' if path.is_dir() else 'device'}")
     if not path.parent.is_dir():
-        raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
+        raise InputError(f"{place}: the folder {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{path}: the folder {path.parent} is not writable; choose another one")
+        raise InputError(f"{place}: the folder {path.parent} is not writable; choose another one")
 
 
 def check_distinct_paths(paths: Mapping[str, Path | None]) -> None:

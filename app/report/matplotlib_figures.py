@@ -86,7 +86,7 @@ def check_picture_path(path: Path, option: str, suffixes: Sequence[str]) -> None
     """Raises InputError if the path that an option names does not end in one of the suffixes, or cannot be written."""
     if path.suffix.lower() not in suffixes:
         raise InputError(f"{option}: expected a file name ending in {' or '.join(suffixes)}, got {path}")
-    check_output_path(path)
+    check_output_path(path, option)
 
 
 def render_panel(panel: Panel, history: History) -> RenderedPlot | None:

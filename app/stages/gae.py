@@ -61,7 +61,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
             f"--out: expected the format of --input, {input.name}, got {out.name}; both or neither must end in "
             f"{NPZ_SUFFIX}"
         )
-    check_output_path(out)
+    check_output_path(out, "--out")
     start = time.perf_counter()
     file = open_input(input, settings, backend=backend, mask_mode=mask_mode)
     num_rows, num_tokens, num_trainable = file.check()

@@ -129,7 +129,7 @@ def run_benchmark(
             "choose another one"
         ) from None
     for name in ("bench.json", "bench.png"):
-        check_output_path(folder / name)
+        check_output_path(folder / name, "--out")
     start_local_devices(settings.mesh)
     device = jax.devices()[0].device_kind
     rule = GaeRule(algorithm.gamma, algorithm.lam, mask_mode)

@@ -134,7 +134,7 @@ def rollout(
 
 
 def _check_outputs(settings: Settings, out: Path, timeline: Path | None) -> None:
-    check_output_path(out)
+    check_output_path(out, "--out")
     if timeline is None:
         return
     if not settings.rollout.has_workers:

@@ -105,7 +105,7 @@ def score_tokens(
     settings = resolved.settings
     with error_barrier():
         for out in outputs if is_process_0() else ():
-            check_output_path(out)
+            check_output_path(out, "--out")
         if checks_packing and role == "critic":
             raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
         checkpoints = [one for one in outputs.values() if one is not None]

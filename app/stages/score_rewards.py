@@ -51,7 +51,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     with ExitStack() as stack:
         with error_barrier():
             if is_process_0():
-                check_output_path(out)
+                check_output_path(out, "--out")
             located = _read_located(input, settings)
             samples = [one.sample for one in located]
             if not samples:

@@ -180,9 +180,9 @@ def test_exports_with_unusable_arguments_are_refused(finished, tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     before = digest_of(tmp_path)
     run = ("--checkpoint", finished)
-    out = ("--out", tmp_path / "out")
+    out, missing = ("--out", tmp_path / "out"), tmp_path / "no"
     for arguments, message in (
-        ((*run, "--out", tmp_path / "no" / "out"), f"the folder {tmp_path / 'no'} does not exist; create it first"),
+        ((*run, "--out", missing / "out"), f"error: --out: {missing / 'out'}: the folder {missing} does not exist; "),
         *(
             ((*run, "--out", tmp_path / name), f"error: --out: {tmp_path / name} exists already")
             for name in ("other", "link")

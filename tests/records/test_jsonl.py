@@ -66,10 +66,10 @@ def test_jsonl_files_that_cannot_be_read_or_written_are_refused(tmp_path, monkey
     for path, message in (
         (tmp_path, "got a folder"),
         ("/dev/null", "got a device"),
-        (tmp_path / "absent" / "a.jsonl", "does not exist"),
+        (tmp_path / "absent" / "a.jsonl", "the folder .* does not exist"),
     ):
-        with pytest.raises(InputError, match=message):
-            check_output_path(path)
+        with pytest.raises(InputError, match=f"^--out: {path}: .*{message}"):
+            check_output_path(path, "--out")
     with pytest.raises(InputError, match="got a folder"):
         write_jsonl(tmp_path, [{}])
 
