@@ -1,6 +1,7 @@
 """Tests `rollout.workers`, on this host and as Ray actors."""
 
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ def test_actors_write_the_same_samples_and_end_with_the_command(sampled, tiny_mo
     command = rollout_of(tiny_model, out, "rollout.mode=exact", "rollout.segment.min=1", "rollout.segment.max=1")
     with started(*command, environ={"RAY_TMPDIR": str(short_folder)}) as process:
         wait_until(process, lambda: part.exists() and part.read_bytes().count(b"\n") > 1)
+        process.send_signal(signal.SIGSTOP)  # It would finish while the processes are listed.
         others = [one for one in living(short_folder) if one != process.pid]
         process.kill()
         process.wait(timeout=DEADLINE_S)
